@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import subprocess
+import threading
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,11 @@ from baton.ops.doctor.store import check_tier
 from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder import bodies
 from baton.store.folder.direct_files import ALIGNMENT_BYTES, NUM_SLOTS, align
+from baton.store.interface import PutResult
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read, read_lease
 from baton.testing.store_syscalls import count_descriptors, failing
 from tests.contract.direct_tier import Durable, open_direct_tier
+from tests.unit.store.test_remote_buffers import refuse_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,6 +98,22 @@ def test_a_new_entry_is_written_into_the_file_of_the_one_that_makes_room(place: 
         tier.put(name_of("d"), body_of("d", ROOM_FOR_TWO - HEADER_BYTES))  # of another size
         assert tier.usage().used_bytes == ROOM_FOR_TWO
     assert {path.name for path in (place / "files").iterdir()} - OWN_FILES == {paths["d"].name}
+
+
+def test_a_process_that_may_start_no_thread_keeps_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_direct_tier(place)) as tier:
+        num_open = count_descriptors()
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse_thread)
+            for _ in range(NUM_SLOTS + 1):
+                with pytest.raises(StoreError, match="new thread"):
+                    put(tier, "a")
+        assert count_descriptors() == num_open
+        assert tier.usage().used_bytes == 0
+        assert put(tier, "a") is PutResult.STORED
+        assert read(tier, "a") == body_of("a")
 
 
 def test_the_file_of_an_entry_that_is_read_is_not_written(place: Path) -> None:

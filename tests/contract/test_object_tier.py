@@ -6,12 +6,14 @@ import socketserver
 import threading
 import time
 from contextlib import closing
+from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.errors import ConfigError, StoreError
 from baton.store.interface import TIERS, PutResult, TierContext
+from baton.store.tiers.object import NUM_AT_ONCE, ObjectClient, ObjectTierOptions
 from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import (
     CONTRACT_KEY,
@@ -74,6 +76,34 @@ class TestObjectTier(ServerFaultContract):
                 use_while_down(tier)
                 assert len(requests) == num_requests
             server.shutdown()
+
+    def test_of_a_long_prompt_in_a_distant_bucket_the_beginning_is_found(self) -> None:
+        num_keys, num_asked = 3000, count(1)
+
+        class Server(QuickServer):
+            request_queue_size = NUM_AT_ONCE
+
+        class Distant(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                next(num_asked)
+                while self.rfile.readline().strip():
+                    pass
+                time.sleep(0.05)
+                self.wfile.write(
+                    b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nconnection: close\r\n"
+                    b"last-modified: Fri, 27 Nov 2026 10:00:00 GMT\r\n\r\n"
+                )
+
+        with Server(("127.0.0.1", 0), Distant) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+            options = ObjectTierOptions("s3://kv", endpoint, "us-east-1", timeout_s=4.0)
+            found = ObjectClient(options, "c").exists([f"{i:04}" for i in range(num_keys)])
+            server.shutdown()
+        num_found = sum(found)
+        assert list(found) == [True] * num_found + [False] * (num_keys - num_found)
+        assert NUM_AT_ONCE <= num_found < num_keys
+        assert next(num_asked) <= num_found + 1
 
     def test_credentials_that_are_refused_end_the_start(self, tmp_path: Path) -> None:
         class Refusing(socketserver.StreamRequestHandler):

@@ -248,6 +248,21 @@ def test_memory_of_a_worker_is_read_and_not_written() -> None:
         assert [entry.name for entry in host.entries()] == [name_of("a")]
 
 
+def test_an_entry_that_is_too_large_for_its_reader_stays() -> None:
+    size = len(body_of("a"))
+    with hosts(1, peers_may="read") as [host]:
+        put(host, "a")
+        with (
+            closing(open_peers(url_of(host), max_entry_bytes=size - 1)) as small,
+            closing(open_peers(url_of(host), max_entry_bytes=size)) as large,
+        ):
+            assert read(small, "a") is None
+            with pytest.raises(StoreError, match="max_entry_bytes"):
+                small.is_whole(name_of("a"))
+            assert small.usage().num_damaged == 0
+            assert read(large, "a") == body_of("a")
+
+
 def test_workers_read_what_is_in_each_others_memory_and_keep_a_copy() -> None:
     with ExitStack() as stack:
         ports = [find_free_port(), find_free_port()]

@@ -11,8 +11,10 @@ from baton.auth.key import ClusterKey
 from baton.auth.ticket import hash_tenant
 from baton.errors import StoreFullError
 from baton.handoff.pool_mode.store_access import label_tenant
+from baton.store.evictions.lru import LeastRecentlyUsed
 from baton.store.interface import NO_TENANT, TIERS, Tier, TierContext
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
+from baton.testing.store_syscalls import failing
 from tests.contract.test_store_policies import ENTRY_BYTES, Place, WallClock, place_fixture
 
 if TYPE_CHECKING:
@@ -68,6 +70,18 @@ def test_without_a_share_it_would_have_pushed_them_out(place: Place) -> None:
         for i in range(2 * NUM_ENTRIES):
             put(tier, LOUD, f"loud {i}")
         assert held(tier, QUIET) == 0
+
+
+def test_where_a_tenant_may_hold_all_each_list_serves_many_evictions(place: Place) -> None:
+    """Most stores have one tenant: the label of requests without a salt is one, too."""
+    lists: list[None] = []
+    with place.opened(NUM_ENTRIES) as tier:
+        for i in range(NUM_ENTRIES):
+            put(tier, QUIET, f"first {i}")
+        with failing(None, lambda: lists.append(None), ("scandir",)):
+            for i in range(4 * NUM_ENTRIES):
+                put(tier, QUIET, f"later {i}")
+    assert len(lists) <= 4 * NUM_ENTRIES / (NUM_ENTRIES * LeastRecentlyUsed.lookahead_share) + 1
 
 
 def test_what_is_no_tenants_has_no_share(place: Place) -> None:
@@ -159,3 +173,12 @@ def test_host_keeps_shares_too() -> None:
     with pytest.raises(StoreFullError, match="tenant_share"):
         tier.put(name_of("large"), bytes(NUM_ENTRIES * 6_000), LOUD)
     assert tier.put(name_of("large"), bytes(NUM_ENTRIES * 6_000)).value == "stored"
+
+
+def test_in_host_no_more_than_is_needed_makes_room_where_a_tenant_may_hold_all() -> None:
+    num_bytes = len(body_of("first 10"))
+    factory = TIERS.build("host", {"capacity_bytes": NUM_ENTRIES * num_bytes})
+    tier = factory(TierContext("contract", CONTRACT_KEY, WallClock()))
+    for i in range(3 * NUM_ENTRIES):
+        put(tier, QUIET, f"entry {i}")
+        assert held(tier, QUIET) == min(i + 1, NUM_ENTRIES)

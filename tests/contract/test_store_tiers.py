@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.clock import MachineClock
-from baton.errors import ConfigError, StoreFullError
+from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.handoff.pool_mode.store_access import find_pieces
 from baton.store.counted_tier import CountedTier, make_families
 from baton.store.entry_format import HEADER_BYTES
@@ -639,6 +639,37 @@ def test_a_full_disk_costs_caching_only(tiny_disk: Path, caplog: pytest.LogCaptu
         assert read(tier, "b") == body_of("b")
         (tiny_disk / "other").unlink()
         assert tier.put(name_of("c"), body_of("c", 300_000)) is PutResult.STORED
+
+
+def test_a_full_memory_filesystem_kills_no_process(tiny_disk: Path) -> None:
+    """Who touches memory that it has no room for gets SIGBUS."""
+
+    def put_when_full() -> None:
+        with TestSharedTier().opened(tiny_disk, 1 << 30) as tier:
+            with (tiny_disk / "other").open("wb", buffering=0) as other, suppress(OSError):
+                while True:
+                    other.write(bytes(4096))
+            for _ in range(2):
+                with pytest.raises(StoreError):
+                    tier.put(name_of("a"), body_of("a", 300_000))
+            (tiny_disk / "other").unlink()
+            tier.put(name_of("a"), body_of("a", 300_000))
+            assert tier.is_whole(name_of("a"))
+
+    child = multiprocessing.get_context("fork").Process(target=put_when_full)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_shared_leaves_room_to_others_of_its_filesystem(tiny_disk: Path) -> None:
+    """Whose files have no memory yet: without it they would be killed when they touch them."""
+    with TestSharedTier().opened(tiny_disk, 1 << 30) as tier:
+        for i in range(20):
+            assert tier.put(name_of(f"entry {i}"), body_of(f"entry {i}", 270_000))
+        found = os.statvfs(tiny_disk)
+        assert found.f_bavail >= found.f_blocks // 8
+        assert scan(tier).num_entries > 1
 
 
 def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:

@@ -344,6 +344,32 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
     until(lambda: not count_withheld(two))
 
 
+def test_a_load_that_takes_long_and_makes_progress_is_used(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (
+        nodes.enter_context(pooled(name, tmp_path, prefixes=True)) for name in ("one", "two")
+    )
+    expected = ask(one)
+    wait_until_kept(one)
+    monkeypatch.setattr("baton.engines.transformers.prefixes.LOAD_TIMEOUT_S", 0.6)
+    monkeypatch.setattr("baton.handoff.pool_mode.prefix_store.TURNS_S", WAIT_S)
+    monkeypatch.setattr("baton.handoff.pool_mode.block_copier.BATCH_BYTES", 1)
+    read, batches = two.agent.store._reader.read_segments, []
+
+    def read_slowly(*arguments: object, **named: object) -> ReadBatch:
+        time.sleep(0.15)
+        batches.append(arguments)
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(two.agent.store._reader, "read_segments", read_slowly)
+    assert ask(two, {"r1": PROMPTS["r1"]}) == {"r1": expected["r1"]}
+    assert 0.15 * len(batches) > 1.2, "twice the time after which a store that hangs is left alone"
+    trace = two.traces["r1"]
+    assert trace.num_loaded_tokens >= len(PROMPTS["r1"]) - 2 * store_of(two).block_size
+    assert trace.fallbacks == []
+
+
 def test_a_load_that_turns_out_slower_than_computing_ends_between_two_batches(
     nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

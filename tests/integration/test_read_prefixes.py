@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.pool_mode.prefix_store import StoredPrefixes
+    from baton.store.interface import EntryName
     from tests.integration.test_handoff_pool import Node
 
 __all__ = ["pair_fixture"]
@@ -48,8 +50,8 @@ def prefixes_of(node: Node) -> StoredPrefixes:
     return node.handoffs.store.prefixes
 
 
-def read(node: Node, prompt: NDArray[np.int32], start: int) -> PrefixFound:
-    prefixes_of(node).start_lookup(ReadOrder(ID, "", prompt, start, 0.0))
+def read(node: Node, prompt: NDArray[np.int32], start: int, token_s: float = 0.0) -> PrefixFound:
+    prefixes_of(node).start_lookup(ReadOrder(ID, "", prompt, start, token_s))
     (found,) = node.hear(PrefixFound)
     assert isinstance(found, PrefixFound)
     return found
@@ -99,6 +101,27 @@ def test_a_damaged_entry_ends_what_is_found(pair: tuple[Node, Node], tmp_path: P
     assert (found.num_tokens, found.is_read) == (IN_STORE, True)
     assert put_in_blocks(decode, prompt[:IN_STORE], 0) == IN_STORE
     assert decode.read(0, IN_STORE) == prefill.read(0, IN_STORE)
+
+
+@pytest.mark.parametrize(("late_s", "num_tries"), [(0.05, 1), (0.0, 4)])
+def test_a_tier_whose_reads_fail_late_is_left_alone(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, late_s: float, num_tries: int
+) -> None:
+    """As one on a server that answers lookups, and is too slow for entries."""
+    prefill, decode = pair
+    prompt = make_prompt()
+    prefill_all(prefill, make_ticket(), prompt)
+    tried = []
+
+    def fail(name: EntryName) -> None:
+        tried.append(name)
+        time.sleep(late_s)
+
+    monkeypatch.setattr(prefixes_of(decode).access.store, "try_lease", fail)
+    token_s = 0.01 / IN_STORE
+    for _ in range(4):
+        assert read(decode, prompt, 0, token_s).num_tokens == 0
+    assert len(tried) == num_tries
 
 
 class HeldStaging:

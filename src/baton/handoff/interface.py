@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias
 
 import msgspec
 
+from baton.clock import Instant
 from baton.handoff.block_guard import BlockGuard
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.auth.ticket import Ticket
-    from baton.clock import Instant
     from baton.errors import HandoffError
     from baton.ids import TicketId
     from baton.kv.copies import BlockTable
@@ -148,16 +148,25 @@ class LookupOrder:
     adapter: Adapter | None = field(default=None, kw_only=True)
 
 
+@dataclass(slots=True, eq=False)
+class LoadProgress:
+    """When a load has put tokens in place last. The store's thread writes, the engine's reads."""
+
+    last_at: Instant = field(default=Instant(0.0))
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOrder(LookupOrder):
     """Load the beginning of a prompt from the store into `blocks`, as far as it is there and pays.
 
-    `guard` takes the blocks back before the load has ended. `trace` is the request's, if there is
-    one yet: lossy entries are noted in it. `after` as in a `ReceiveOrder`.
+    `guard` takes the blocks back before the load has ended; while it makes `progress` it is not
+    late. `trace` is the request's, if there is one yet: lossy entries are noted in it. `after`: as
+    in a `ReceiveOrder`.
     """
 
     blocks: BlockTable
     guard: BlockGuard = field(default_factory=BlockGuard)
+    progress: LoadProgress = field(default_factory=LoadProgress)
     trace: RequestSpan | None = None
     after: StreamPosition | None = None
 

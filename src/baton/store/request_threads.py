@@ -11,6 +11,8 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from baton.errors import StoreError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -30,15 +32,17 @@ class RequestThreads:
         self._num_unfinished = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Carry out `work` on one of the threads, in the order of the calls."""
+        """Carry out `work` on one of the threads, in the order of the calls.
+
+        Raises:
+            StoreError: the process may start no thread, and has none here.
+        """
         future: Future[object] = Future()
         with self._lock:
+            if len(self._threads) < min(self._num_unfinished + 1, self._num_threads):
+                self._try_start()
             self._requests.put((future, work))
             self._num_unfinished += 1
-            if len(self._threads) < min(self._num_unfinished, self._num_threads):
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
         return cast("Future[T]", future)
 
     def stop(self, timeout_s: float) -> None:
@@ -49,6 +53,17 @@ class RequestThreads:
             self._requests.put(None)
         for thread in threads:
             thread.join(timeout_s / len(threads))
+
+    def _try_start(self) -> None:
+        """Start one more. Where the process may have no more, the others do its work."""
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            if not self._threads:
+                raise StoreError(f"{self._name}: {exc}") from exc
+            return
+        self._threads.append(thread)
 
     def _run(self) -> None:
         while (request := self._requests.get()) is not None:

@@ -19,7 +19,7 @@ from baton.engines.transformers.pinned_blocks import KeptBlocks
 from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup
 from baton.engines.transformers.scheduler import Plan, Work
-from baton.handoff.interface import EngineSteps, PrefixFound
+from baton.handoff.interface import EngineSteps, LoadOrder, PrefixFound
 from baton.ids import TicketId
 from baton.kv.identity import HashDomain, compute_block_hashes
 from baton.kv.pool import BlockPool
@@ -40,7 +40,7 @@ class RecordingStore:
     def __init__(self) -> None:
         self.steps = EngineSteps()
         self.asked: list[TicketId] = []
-        self.loads: list[TicketId] = []
+        self.loads: list[LoadOrder] = []
         self.aborted: list[TicketId] = []
         self.num_dropped_tokens = 0
 
@@ -51,7 +51,7 @@ class RecordingStore:
         self.asked.append(order.id)
 
     def start_load(self, order) -> None:
-        self.loads.append(order.id)
+        self.loads.append(order)
 
     def abort_load(self, order) -> None:
         self.aborted.append(order)
@@ -213,6 +213,19 @@ def test_a_store_that_is_late_is_not_asked_until_it_has_answered(it):
     assert it.prefixes.compute_worth_asking() is not None
 
 
+def test_a_load_is_late_once_it_has_made_no_progress_for_too_long(it):
+    order = it.begin_load()
+    (load,) = it.store.loads
+    for _ in range(5):
+        it.clock.advance(0.9 * LOAD_TIMEOUT_S)
+        assert it.prefixes.take_late() == []
+        load.progress.last_at = it.clock.now()
+        assert it.prefixes.next_deadline == it.clock.now() + LOAD_TIMEOUT_S
+    it.clock.advance(LOAD_TIMEOUT_S)
+    assert it.prefixes.take_late() == it.store.aborted == [order]
+    assert it.prefixes.loads == StoreLoads(1, 0, pytest.approx(5.5 * LOAD_TIMEOUT_S))
+
+
 def test_a_lookup_that_is_late_keeps_others_from_asking_until_it_is_answered(it):
     order = it.look_up()
     it.clock.advance(LOAD_TIMEOUT_S)
@@ -251,3 +264,32 @@ def test_what_there_is_no_room_to_keep_is_counted(it):
     )
     it.prefixes.leave(sequence)
     assert it.store.num_dropped_tokens == NUM_TOKENS
+
+
+def test_of_a_prompt_that_is_more_than_may_be_held_the_beginning_is_kept() -> None:
+    pool, unit = BlockPool(16), 32
+    hashes = compute_block_hashes(HashDomain("f", "", 16), make_prompt(NUM_TOKENS))
+    blocks = pool.try_allocate(len(hashes))
+    for block, known in zip(blocks, hashes, strict=True):
+        pool.publish(block, known)
+    pool.release(blocks)
+    kept, num_free = KeptBlocks(pool, 5), pool.num_free
+    sequence = SimpleNamespace(
+        block_size=16,
+        num_computed=NUM_TOKENS,
+        num_cached_tokens=0,
+        hashes=lambda _: hashes,
+        token_ids=lambda start, stop: make_prompt(NUM_TOKENS)[start:stop],
+        request=SimpleNamespace(tenant_salt=""),
+    )
+    order = kept.hold(sequence, unit)
+    assert order.token_ids.tolist() == make_prompt(NUM_TOKENS)[:64].tolist()
+    assert order.blocks.blocks.tolist() == blocks[:5]
+    assert kept.take_refused_tokens() == NUM_TOKENS - 64
+    assert kept.num_blocks == num_free - pool.num_free == 5
+    assert kept.hold(sequence, unit) is None, "another one holds them"
+    kept.release(order.id)
+    assert pool.num_free == num_free
+    sequence.num_cached_tokens = 64
+    assert kept.hold(sequence, unit) is None, "the beginning is nothing new"
+    assert pool.num_free == num_free

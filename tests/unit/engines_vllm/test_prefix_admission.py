@@ -458,6 +458,19 @@ def test_a_step_without_news_of_the_store_is_as_any_other(stored: Admission) -> 
     assert stored.step(output) is NO_ORDERS
 
 
+def test_of_a_prompt_that_is_more_than_may_be_held_the_beginning_is_kept(
+    stored: Admission, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored._prefixes._kept, "_max_blocks", 3)
+    stored.finish(asking(), range(10, 16))
+    orders = plan(stored)
+    assert orders is not None
+    (keep,) = orders.keeps
+    assert (keep.blocks, orders.num_dropped_tokens) == ((10, 11), 8)
+    assert keep.token_ids.tolist() == PROMPT[:8]
+    assert [pool.references[block] for block in range(9, 16)] == [1, 2, 2, 1, 1, 1, 1]
+
+
 def test_no_more_blocks_are_held_than_are_free_besides(stored: Admission, pool: Pool) -> None:
     pool.num_free = 3
     stored.finish(asking(), range(10, 16))

@@ -313,6 +313,18 @@ def test_a_late_load_ends_and_its_blocks_are_not_written_any_more(
     assert len(store.orders) == 2
 
 
+def test_a_load_that_makes_progress_is_not_late(stored: RankHarness, store: RecordingStore) -> None:
+    run(stored, load())
+    (order,) = store.orders
+    assert isinstance(order, LoadOrder)
+    for _ in range(5):
+        stored.clock.advance(0.9 * LOAD_TIMEOUT_S)
+        assert run(stored) == (set(), set(), None)
+        order.progress.last_at = stored.clock.now()
+    stored.clock.advance(LOAD_TIMEOUT_S)
+    assert run(stored) == ({"r"}, {21, 22, 23}, None)
+
+
 def test_blocks_of_what_is_not_kept_in_time_are_released(
     stored: RankHarness, store: RecordingStore
 ) -> None:

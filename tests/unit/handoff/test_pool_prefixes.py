@@ -100,10 +100,13 @@ class Setting:
         self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())
         self.prefixes.open(self.events.append, self.store, self.store)
 
-    def load(self, number: int, num_tokens: int = NUM_ENTRIES * SIZE) -> None:
+    def load(
+        self, number: int, num_tokens: int = NUM_ENTRIES * SIZE, token_s: float = TOKEN_S
+    ) -> LoadOrder:
         ids = np.full(num_tokens, number, np.int32)
-        table = BlockTable(0, np.arange(NUM_ENTRIES))
-        self.prefixes.start_load(LoadOrder(name(number), "", ids, 0, TOKEN_S, table))
+        order = LoadOrder(name(number), "", ids, 0, token_s, BlockTable(0, np.arange(NUM_ENTRIES)))
+        self.prefixes.start_load(order)
+        return order
 
     def look_up(self, number: int) -> None:
         ids = np.full(NUM_ENTRIES * SIZE, number, np.int32)
@@ -151,6 +154,55 @@ def test_a_load_that_is_itself_slower_than_computing_is_given_up() -> None:
     it.run()
     assert it.events == [KVLanded(name(0), None, SIZE)]
     assert it.prefixes.counts.num_given_up == 1
+
+
+def test_a_load_that_makes_progress_is_not_late() -> None:
+    """The engine gives up what has made none for `LOAD_TIMEOUT_S`; a tier may be slower."""
+    it = Setting()
+    it.store.entry_s = {"shared": 1.0}
+    order = it.load(1, token_s=2.0 / SIZE)
+    seen = []
+    while it.prefixes.step() is not None:
+        seen.append(order.progress.last_at)
+    end = it.clock.now()
+    assert seen[1:] == [end - left for left in (5, 4, 3, 2, 1)], "one entry a second"
+    assert order.progress.last_at == end
+    assert it.events == [KVLanded(name(1), None, NUM_ENTRIES * SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("token_s", "num_loaded"),
+    [
+        (2.0 / SIZE, {3: 2, 4: 2, 5: 2, 6: 2, 7: 2, 0: 3, 1: 3, 2: 3}),  # 12 s
+        (0.0, {1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 7: 1, 0: 2}),  # not known: 2 s
+    ],
+)
+def test_loads_together_take_no_longer_than_computing(
+    token_s: float, num_loaded: dict[int, int]
+) -> None:
+    """By number, how many entries each has put in place by then: they are used."""
+    it = Setting()
+    it.store.entry_s = {"shared": 1.0}
+    for number in range(8):
+        it.load(number, token_s=token_s)
+    it.run()
+    assert it.events == [KVLanded(name(n), None, num * SIZE) for n, num in num_loaded.items()]
+    assert it.prefixes.counts.num_given_up == 8
+    assert it.prefixes.costs.predict("shared", SIZE) == pytest.approx(1.0)
+
+
+def test_what_is_reported_is_looked_at_while_loads_go_on() -> None:
+    """Each quarter of a second; not before a load that is quicker."""
+    it = Setting()
+    it.store.name_parts, looks = None, []
+    it.prefixes.access.journal = SimpleNamespace(step=lambda _: looks.append(it.clock.now()))
+    it.load(1)
+    it.run()
+    assert len(looks) == 1, "after it"
+    it.store.entry_s = {"shared": 1.0}
+    it.load(2, token_s=2.0 / SIZE)
+    it.run()
+    assert len(looks) == 1 + NUM_ENTRIES
 
 
 def set_tiers(it: Setting, *tiers: TierRun, object_s: float = 8 * BATCH_S) -> None:

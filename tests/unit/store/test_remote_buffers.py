@@ -6,6 +6,8 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+import pytest
+
 from baton.errors import StoreError
 from baton.store.remote.read_ahead import ReadAhead
 from baton.store.remote.write_behind import WriteBehind
@@ -64,6 +66,10 @@ def test_what_is_not_expected_any_more_is_dropped() -> None:
     assert fetches.names.count(NAMES[3]) == 1
 
 
+def refuse_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def make_queue(max_bytes: int, num_writers: int = 1) -> tuple[WriteBehind, list, threading.Event]:
     """A queue whose writes wait for the event; what was written."""
     written: list[EntryName] = []
@@ -96,6 +102,26 @@ def test_what_waits_is_bounded_and_found() -> None:
     assert queue.get(NAMES[0]) is None
     assert all(queue.try_add(name, bytes(30)) for name in NAMES[:3])
     assert queue.wait_empty(30)
+
+
+def test_what_no_thread_can_be_started_for_is_not_carried_out_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads, done = RequestThreads("test", 2), []
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse_thread)
+        with pytest.raises(StoreError, match="new thread"):
+            threads.submit(lambda: done.append("first"))
+    threads.submit(lambda: done.append("second")).result(30)
+    may_end = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse_thread)
+        threads.submit(lambda: may_end.wait(30))
+        third = threads.submit(lambda: done.append("third"))  # by the thread that there is
+    may_end.set()
+    third.result(30)
+    assert done == ["second", "third"]
+    threads.stop(30)
 
 
 def test_after_a_failure_what_waits_is_dropped() -> None:

@@ -135,6 +135,12 @@ class KeptBlocks:
         blocks = self._pool.acquire_cached(sequence.hashes(sequence.num_computed))
         num_tokens = min(num_tokens, len(blocks) * sequence.block_size // unit * unit)
         is_new = num_tokens > sequence.num_cached_tokens
+        if is_new and len(blocks) > self._max_blocks:  # the beginning is of use, too
+            most = min(num_tokens, self._max_blocks * sequence.block_size // unit * unit)
+            self._pool.release(blocks[self._max_blocks :])
+            blocks = blocks[: self._max_blocks]
+            self._num_refused_tokens += num_tokens - most
+            num_tokens, is_new = most, most > sequence.num_cached_tokens
         is_too_much = self._num_blocks + len(blocks) > self._max_blocks
         if not is_new or is_too_much:
             self._pool.release(blocks)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from baton.engines.transformers.pinned_blocks import KeptBlocks
     from baton.engines.transformers.scheduler import Plan
     from baton.engines.transformers.sequence import Sequence
+    from baton.handoff.interface import LoadOrder
     from baton.ids import TicketId
     from baton.telemetry.trace import RequestSpan
 
@@ -36,9 +37,13 @@ class _Lookup:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    start: int
+    order: LoadOrder
     began_at: Instant
-    deadline: Instant
+
+    @property
+    def deadline(self) -> Instant:
+        """When the store has not answered, nor put a batch in place, for too long."""
+        return Instant(max(self.began_at, self.order.progress.last_at) + LOAD_TIMEOUT_S)
 
 
 class EnginePrefixes:
@@ -144,15 +149,15 @@ class EnginePrefixes:
     def begin(self, load: PendingLoad) -> None:
         """Load what was found."""
         if self._store is not None:
-            now = self._clock.now()
-            self._loads[load.id] = _Load(load.start, now, Instant(now + LOAD_TIMEOUT_S))
-            self._store.start_load(make_load_order(load, self._cost.token_s))
+            order = make_load_order(load, self._cost.token_s)
+            self._loads[load.id] = _Load(order, self._clock.now())
+            self._store.start_load(order)
 
     def finish(self, order: TicketId, num_tokens: int) -> None:
         """The store has answered: the first `num_tokens` of the prompt are in place."""
         load = self._loads.get(order)
-        if load is not None and num_tokens > load.start:
-            self._count_load(num_tokens - load.start, self._clock.now() - load.began_at)
+        if load is not None and num_tokens > load.order.start:
+            self._count_load(num_tokens - load.order.start, self._clock.now() - load.began_at)
         self.end(order)
 
     def end(self, order: TicketId) -> None:
@@ -169,8 +174,9 @@ class EnginePrefixes:
             self._late.add(order)
         late_loads = [order for order, each in self._loads.items() if each.deadline <= now]
         for order in late_loads:
+            began_at = self._loads[order].began_at
             self._abort(order)
-            self._count_load(0, LOAD_TIMEOUT_S)
+            self._count_load(0, now - began_at)
         return late + late_loads
 
     def leave(self, sequence: Sequence) -> None:
@@ -190,7 +196,7 @@ class EnginePrefixes:
         order = self._kept.hold(sequence, self._store.block_size)
         if order is not None:
             self._store.start_keep(order)
-        elif refused := self._kept.take_refused_tokens():
+        if refused := self._kept.take_refused_tokens():
             self._store.drop(refused)
 
     def observe_step(self, plan: Plan, seconds: float) -> None:

@@ -61,6 +61,11 @@ class KeptBlocks:
         """The blocks of vLLM are known from now on."""
         self._pool = pool
 
+    @property
+    def max_blocks(self) -> int:
+        """How many are held at most: of a longer prompt the beginning is kept."""
+        return self._max_blocks
+
     def try_hold(self, request: VllmRequestId, blocks: Sequence[int]) -> bool:
         """Hold a finished request's blocks until every rank reports it, if there is room for it."""
         num_held = self._num_blocks + len(blocks)

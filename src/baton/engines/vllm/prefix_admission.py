@@ -132,12 +132,16 @@ class PrefixAdmission:
         num_tokens -= num_tokens % schedule.entry_tokens
         if num_tokens <= num_present:
             return
-        held = blocks[: count_blocks(num_tokens, self._block_size)]
-        if not self._kept.try_hold(request.request_id, held):
+        most = self._kept.max_blocks * self._block_size
+        num_kept = min(num_tokens, most - most % schedule.entry_tokens)
+        held = blocks[: count_blocks(num_kept, self._block_size)]
+        if num_kept <= num_present or not self._kept.try_hold(request.request_id, held):
             schedule.drop(num_tokens)
             return
+        if num_kept < num_tokens:
+            schedule.drop(num_tokens - num_kept)
         self._checked_kept_at = self._clock.now()
-        ids = _pack_ids(request, num_tokens)
+        ids = _pack_ids(request, num_kept)
         salt = hash_tenant(request.cache_salt or "")
         schedule.keep(Keep(request.request_id, salt, ids, tuple(held), adapter))
 

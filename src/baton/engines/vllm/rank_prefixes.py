@@ -153,7 +153,11 @@ class RankPrefixes:
         if not self._open:
             return
         now = self._clock.now()
-        late = [order for order, each in self._open.items() if each.deadline <= now]
+        late = [
+            order
+            for order, each in self._open.items()
+            if each.deadline <= now and not _makes_progress(each.order, now)
+        ]
         for order in late:
             closed = self._close(order)
             if isinstance(closed.order, LoadOrder | KeepOrder):
@@ -298,6 +302,11 @@ class RankPrefixes:
             return ()
         first = num_tokens // self._block_size - load.first_block
         return load.blocks[max(0, first) :]
+
+
+def _makes_progress(order: LookupOrder | LoadOrder | KeepOrder, now: Instant) -> bool:
+    """Whether it is a load that has put tokens in place lately."""
+    return isinstance(order, LoadOrder) and now < order.progress.last_at + LOAD_TIMEOUT_S
 
 
 def _table(first: int, blocks: Sequence[int]) -> BlockTable:

@@ -7,7 +7,7 @@ is not. A load takes it, or as much of its beginning as is worth it (`load_costs
 where to compute would be quicker: before it begins, by what loads from these tiers have taken
 lately, and between two batches, by what this one takes: a load is charged its own batches, not
 those of others that load meanwhile. What an engine has computed is kept in the background
-(`keep_queue`), when nothing is being loaded.
+(`keep_queue`), mostly when nothing is being loaded.
 
     engine's thread ── start_lookup ──► pool's thread ── PrefixFound, is_read ──► put_in_blocks
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from baton.clock import Instant
 from baton.errors import BatonError
 from baton.handoff.interface import BlocksQuiescent, EngineSteps, KVLanded, PrefixFound
 from baton.handoff.pool_mode.block_copier import hash_segments
@@ -36,7 +37,7 @@ from baton.kv.identity import HashDomain, adapt_fingerprint
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from baton.clock import Clock, Instant
+    from baton.clock import Clock
     from baton.handoff.interface import HandoffEvent, KeepOrder, LoadOrder, LookupOrder
     from baton.handoff.pool_mode.block_copier import TokenSegment
     from baton.handoff.pool_mode.store_access import StoreAccess
@@ -52,6 +53,10 @@ MAX_READ_BYTES: Final = 32 << 20
 """Of KV that was read and is not in blocks yet: beyond that lookups read nothing."""
 ERROR_PAUSE_S: Final = 1.0
 """Until a store that could not be looked at is looked at again."""
+OTHERS_S: Final = 0.25
+"""While something is loaded: between two batches of what is to be kept, and looks at entries."""
+TURNS_S: Final = 2.0
+"""So long a load goes on though computing would have been quicker: others take turns with it."""
 
 
 @dataclass(slots=True)
@@ -110,9 +115,16 @@ NOTHING: Final = FoundPrefix((), ())
 @dataclass(slots=True, eq=False)
 class _Load:
     order: LoadOrder
+    began_at: Instant
     found: FoundPrefix | None = None
     times: dict[str, TierTime] = field(default_factory=dict)
     num_tokens: int = 0
+
+    @property
+    def limit_s(self) -> float:
+        """What it may take, with the others that load meanwhile: as long as computing."""
+        order = self.order
+        return max(TURNS_S, order.token_s * (len(order.prompt_ids) - order.start))
 
 
 @dataclass(slots=True)
@@ -133,6 +145,7 @@ class StoredPrefixes:
     _read: dict[TicketId, ReadBatch] = field(default_factory=dict)
     """The pool's thread adds to it, the engine's takes out."""
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
+    _others_at: Instant = field(default=Instant(0.0), init=False)
     _keeps: KeepQueue = field(init=False)
     _emit: Callable[[HandoffEvent], None] = field(init=False)
     _reader: StoreReader = field(init=False)
@@ -165,7 +178,7 @@ class StoredPrefixes:
 
     def start_load(self, order: LoadOrder) -> None:
         """See `PrefixStore`."""
-        self.put_command(partial(self._begin_load, _Load(order)))
+        self.put_command(partial(self._begin_load, _Load(order, self.clock.now())))
 
     def put_in_blocks(self, order: LoadOrder) -> int:
         """See `ReadsPrefixes`."""
@@ -202,7 +215,7 @@ class StoredPrefixes:
         self.put_command(partial(self._abort_load, order))
 
     def step(self) -> float | None:
-        """One batch of each load; of what is to be kept only where nothing is loaded.
+        """One batch of each load; of what is to be kept now and then, where something is loaded.
 
         Returns how long there is nothing to do then; None: until the next call.
         """
@@ -210,8 +223,13 @@ class StoredPrefixes:
         for load in loads:
             self._advance_load(load)
         if self._loads:
-            return 0.0
+            now = self.clock.now()
+            if now < self._others_at:
+                return 0.0
+            self._others_at = Instant(now + OTHERS_S)
         waits = (self._keeps.step(), self._check_reported())
+        if self._loads:
+            return 0.0
         return min((each for each in waits if each is not None), default=None)
 
     def _check_reported(self) -> float | None:
@@ -229,6 +247,8 @@ class StoredPrefixes:
         self._keeps.stop()
 
     def _begin_load(self, load: _Load) -> None:
+        if not self._loads:
+            self._others_at = Instant(self.clock.now() + OTHERS_S)
         self._loads[load.order.id] = load
 
     def _abort_load(self, order: TicketId) -> None:
@@ -249,7 +269,7 @@ class StoredPrefixes:
         try:
             found = self._find(order)
             if isinstance(order, ReadOrder):
-                found = self._try_read(order.id, found)
+                found = self._try_read(order, found)
         except Exception as exc:  # noqa: BLE001 - one broken lookup must not end all others
             _log(exc)
             self.counts.num_failed += 1
@@ -263,15 +283,18 @@ class StoredPrefixes:
         num_tokens = segments[-1].stop if segments else order.start
         self._emit(PrefixFound(order.id, num_tokens, self.clock.now() - asked_at, is_read))
 
-    def _try_read(self, order: TicketId, found: FoundPrefix) -> FoundPrefix:
+    def _try_read(self, order: ReadOrder, found: FoundPrefix) -> FoundPrefix:
         """Read what was found, if it is one batch and there is memory; what can be loaded of it."""
         if not found.segments or not self._reader.fits_one_batch(found.segments):
             return found
         if sum(each.held_bytes for each in tuple(self._read.values())) >= MAX_READ_BYTES:
             return found
         read = self._reader.read_bodies(found.segments)
+        self._learn_lost(read.lost, order.token_s)
         if read.segments:
-            self._read[order] = read
+            self._read[order.id] = read
+        else:
+            self.counts.num_missing += 1
         return found.part(0, len(read.segments))
 
     def _look_up(self, load: _Load) -> bool:
@@ -313,7 +336,10 @@ class StoredPrefixes:
         return found.part(0, num_tokens // self.block_size)
 
     def _load_batch(self, load: _Load) -> bool:
-        """Whether it is over: all is in place, an entry has gone, or it takes too long."""
+        """Whether it is over: all is in place, an entry has gone, or it takes too long.
+
+        It then leaves what it has put in place.
+        """
         order, found = load.order, load.found
         if found is None or not found.segments:
             return True
@@ -321,19 +347,24 @@ class StoredPrefixes:
         read = self._reader.read_segments(
             found.segments, order.start, order.blocks, order.guard, after=order.after
         )
-        took_s, num_read = self.clock.now() - began_at, len(read.segments)
+        now, num_read = self.clock.now(), len(read.segments)
+        took_s = now - began_at
         if num_read:
             load.num_tokens = read.segments[-1].stop
-            add_times(load.times, read.times, took_s - sum(each.seconds for each in read.times))
+            order.progress.last_at = now
+            add_times(load.times, read.times, took_s - read.timed_s)
+        self._learn_lost(read.lost, order.token_s)
         rest = found.part(num_read, len(found.segments))
         num_worth_it = self.costs.choose(rest.runs, order.token_s, load.times)
-        if num_read and num_worth_it:
+        if num_read and num_worth_it and now - load.began_at < load.limit_s:
             load.found = rest.part(0, num_worth_it // self.block_size)
             return False
         if num_read and rest.segments:
             self.counts.num_given_up += 1
-        else:
+        elif load.num_tokens > order.start:
             self.counts.num_whole += 1
+        else:
+            self.counts.num_missing += 1
         self._learn(load.times.values())
         self.counts.loaded_tokens += load.num_tokens - order.start
         return True
@@ -347,6 +378,17 @@ class StoredPrefixes:
                 counts.predicted_s += predicted_s
                 counts.loaded_s += each.seconds
             self.costs.observe(each)
+
+    def _learn_lost(self, lost: TierTime | None, token_s: float) -> None:
+        """An entry could not be read, for longer than it takes to compute, or to load.
+
+        Else a tier whose reads are late, each time, would be tried for each prompt.
+        """
+        if lost is None or not token_s:
+            return
+        expected_s = self.costs.predict(lost.tier, lost.num_tokens) or 0.0
+        if lost.seconds > max(expected_s, token_s * lost.num_tokens):
+            self.costs.observe(lost)
 
     def _count_tier(self, tier: str) -> TierLoads:
         return self.counts.tiers.setdefault(tier, TierLoads())

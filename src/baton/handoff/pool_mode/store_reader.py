@@ -52,13 +52,20 @@ class ReadBatch:
     """Adjacent pieces that were read, and the KV of each part of them: what was put, verified.
 
     `num_bytes` are of the entries that were read for it, as they are stored; `times` is what that
-    took in each tier.
+    took in each tier. `lost` is what the next piece took, which was there and could not be read.
     """
 
     segments: Sequence[TokenSegment]
     bodies: Sequence[EntryBodies]
     num_bytes: int
     times: Sequence[TierTime]
+    lost: TierTime | None = None
+
+    @property
+    def timed_s(self) -> float:
+        """Seconds of `times` and `lost`."""
+        lost_s = 0.0 if self.lost is None else self.lost.seconds
+        return lost_s + sum(each.seconds for each in self.times)
 
     @property
     def held_bytes(self) -> int:
@@ -180,11 +187,11 @@ class StoreReader:
         started_at = self._clock.now()
         batch = self._copier.take_batch(segments)
         bodies = self._copier.allocate_bodies(batch, self._memory.take)
-        encoded, reads = self._read(batch, bodies)
+        encoded, reads, lost = self._read(batch, bodies)
         num_read = len(encoded[0])
         if num_read == 0:
             self._memory.give_back(bodies)
-            return ReadBatch((), (), 0, ())
+            return ReadBatch((), (), 0, (), lost)
         found = [each.part(0, num_read) for each in bodies]
         num_bytes = sum(len(body) for each in encoded for body in each)
         began_at = self._clock.now()
@@ -195,8 +202,9 @@ class StoreReader:
         now = self._clock.now()
         self._decoded.add(raw_bytes, num_bytes, now - began_at)
         times: dict[str, TierTime] = {}
-        add_times(times, reads, now - started_at - sum(each.seconds for each in reads))
-        return ReadBatch(batch[:num_read], found, num_bytes, tuple(times.values()))
+        read = ReadBatch(batch[:num_read], found, num_bytes, reads, lost)
+        add_times(times, reads, now - started_at - read.timed_s)
+        return replace(read, times=tuple(times.values()))
 
     def release(self, read: ReadBatch) -> None:
         """What was read, all of it, is not needed any more. Once; from any thread."""
@@ -253,10 +261,11 @@ class StoreReader:
 
     def _read(
         self, batch: Sequence[TokenSegment], bodies: Sequence[EntryBodies]
-    ) -> tuple[list[list[NDArray[np.uint8]]], list[TierTime]]:
+    ) -> tuple[list[list[NDArray[np.uint8]]], list[TierTime], TierTime | None]:
         """Of each part, the encoded bodies of as many leading pieces as are there in all parts.
 
-        And what each of these pieces took. Looks before it asks: what has not come yet is no miss.
+        And what each of these pieces took, and the one behind them, if it could not be read. Looks
+        before it asks: what has not come yet is no miss.
         """
         parts = self._copier.parts
         names = [
@@ -273,13 +282,14 @@ class StoreReader:
                 self._read_entry(names[index * len(parts) + at], each[index])
                 for at, each in enumerate(rows)
             ]
+            num_tokens = batch[index].stop - batch[index].start
+            took = TierTime(tier, num_tokens, self._clock.now() - began_at)
             for body, part in zip(some, found, strict=True):
                 if body is None:
-                    return [each[:index] for each in found], reads
+                    return [each[:index] for each in found], reads, took
                 part.append(body)
-            num_tokens = batch[index].stop - batch[index].start
-            reads.append(TierTime(tier, num_tokens, self._clock.now() - began_at))
-        return found, reads
+            reads.append(took)
+        return found, reads, None
 
     def _rows_to_read(self, bodies: EntryBodies) -> NDArray[np.uint8]:
         """Room for encoded bodies, `[num_pieces, max_bytes]`; of raw ones, the bodies' own."""

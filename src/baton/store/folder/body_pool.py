@@ -40,6 +40,10 @@ EXTENT_BYTES: Final = 16 << 10
 MAX_RUNS: Final = 256
 """Runs of extents that a body may consist of: they have room in the first page of its file."""
 GROWTH_BYTES: Final = 8 << 20
+LEFT_PARTS: Final = 8
+MAX_LEFT_BYTES: Final = 256 << 20
+"""One part in so many of the filesystem, at most so much, is left to others. They map files there
+(vLLM's, NCCL's) that have no memory yet, and are killed (SIGBUS) where they get none."""
 PIECE_BYTES: Final = 1 << 20
 """Copied out and checked at once: calls do not count, and it fits the second cache of most CPUs."""
 COPIED_IN_BYTES: Final = 2 << 20
@@ -232,7 +236,7 @@ class BodyPool:
         if num_known < self._num_extents:
             num_known = self._num_extents
             os.ftruncate(self._pool_fd, num_known * EXTENT_BYTES)
-            os.ftruncate(self._extents_fd, _COUNTS.size + num_known)
+            # Not made longer before it has memory: who maps a hole of a full filesystem is killed.
             os.posix_fallocate(self._extents_fd, 0, _COUNTS.size + num_known)
         if num_known != len(self._states):
             self._extents = mmap.mmap(self._extents_fd, _COUNTS.size + num_known)
@@ -269,6 +273,8 @@ class BodyPool:
             stop = min(limit, num_backed + step)
             if stop == num_backed:
                 return num_backed
+            if not self._leaves_room((stop - num_backed) * EXTENT_BYTES):
+                continue
             try:
                 self._back(num_backed, stop)
             except OSError:
@@ -276,6 +282,13 @@ class BodyPool:
             self._write_counts(stop, self._read_counts()[1])
             return stop
         raise FilesystemFullError("the filesystem of the store has no room for more of its memory")
+
+    def _leaves_room(self, num_bytes: int) -> bool:
+        """Whether the filesystem has so much, and what is left to others."""
+        found = os.fstatvfs(self._pool_fd)
+        left_bytes = min(MAX_LEFT_BYTES, found.f_blocks * found.f_frsize // LEFT_PARTS)
+        is_bounded = found.f_blocks > 0
+        return not is_bounded or found.f_bavail * found.f_frsize - num_bytes >= left_bytes
 
     def _back(self, first: int, stop: int) -> None:
         fill_with_huge_pages(self._pool_fd, stop * EXTENT_BYTES, first * EXTENT_BYTES)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import numpy as np
 
+from baton.errors import StoreError
 from baton.store.entry_format import HEADER_BYTES, MAGIC
 from baton.store.request_threads import RequestThreads
 from baton.transfer.huge_pages import advise_huge_pages
@@ -151,6 +152,7 @@ class DirectFiles:
 
         Raises:
             OSError: the disk is full, or fails.
+            StoreError: no thread can be started.
         """
         source = np.frombuffer(body, np.uint8)
         in_first = min(len(source), self._piece_bytes - HEADER_BYTES)
@@ -187,7 +189,12 @@ class DirectFiles:
         self, write: DirectWrite, slot: NDArray[np.uint8], piece: NDArray[np.uint8], at: int
     ) -> None:
         on_written = partial(self._free.put, slot)
-        write.pieces.append(self._threads.submit(partial(write.write, piece, at, on_written)))
+        try:
+            future = self._threads.submit(partial(write.write, piece, at, on_written))
+        except StoreError:
+            on_written()
+            raise
+        write.pieces.append(future)
 
     def _take_slot(self) -> NDArray[np.uint8]:
         """A free slot, once there is one: a write that hangs is waited for."""

@@ -66,6 +66,8 @@ class SharedCapacity:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self.capacity_bytes = capacity_bytes
         self._tenant_bytes = capacity_bytes if tenant_bytes is None else tenant_bytes
+        # Where one may hold all, the whole bounds it: a tenant's own victims cost a list each time.
+        self._is_shared_out = self._tenant_bytes < capacity_bytes
         self._pauses_s: Sequence[float] = _PAUSES_S
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
         self._reservations = Reservations(folder)
@@ -103,7 +105,7 @@ class SharedCapacity:
         """
         added_bytes = num_bytes - spare_bytes
         with self._locked():
-            if tenant != NO_TENANT:
+            if self._is_shared_out and tenant != NO_TENANT:
                 _, held_bytes = self._tenants.find(tenant)
                 too_much = Capacity(self._tenant_bytes, held_bytes).shortage(num_bytes)
                 if too_much:

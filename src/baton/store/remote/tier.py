@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -12,7 +13,7 @@ from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
 from baton.store.capacity import StoredEntry
 from baton.store.compressed_lease import CompressedEntryLease
 from baton.store.compression import CompressionChoice, compress
-from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, read_header
+from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, parse_header, read_header
 from baton.store.interface import NAME_BYTES, NO_TENANT, EntryName, PutResult, ServerHealth, Usage
 from baton.store.promotion import PromotionPolicy
 from baton.store.remote.circuit_breaker import CircuitBreaker
@@ -21,10 +22,10 @@ from baton.store.remote.lease import ValueLease
 from baton.store.remote.read_ahead import ReadAhead
 from baton.store.remote.write_behind import WriteBehind
 from baton.store.request_threads import RequestThreads
+from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future
 
     from baton.clock import Instant
     from baton.store.interface import Body, EntryLease, TenantLabel, TierContext
@@ -41,6 +42,7 @@ REPORT_INTERVAL_S: Final = 10.0
 KNOWN_S: Final = 5.0
 """So long an entry that was found or read is not written again: another may have removed it."""
 MAX_KNOWN: Final = 4096
+LOG_INTERVAL_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         self._promotion = PromotionPolicy(limits.promote_at_read)
         self._known: OrderedDict[EntryName, Instant] = OrderedDict()
         self._num_damaged = self._num_failures = 0
+        self._log = LimitedLog(logger, context.clock, LOG_INTERVAL_S)
         self._report = ServerReport(kind)
         self._reporting: Future[ServerReport] | None = None
         self._reported_at = self._clock.now()
@@ -217,7 +220,11 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         self._ahead.observe(len(value))
         lease = self._check(name, value, partial(self._remove_damaged, name))
         if lease is None:
-            self._remove_damaged(name)
+            too_large = self._why_too_large(name, value)
+            if too_large is None:
+                self._remove_damaged(name)
+            else:  # others may have use for it
+                self._log.warning("too large", f"store: {too_large}")
         return lease
 
     def count_read(self, name: EntryName) -> bool:
@@ -246,6 +253,10 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             raise StoreError(self._why_unavailable())
         value = self._request(partial(self._client.read, name.hex(), self._max_value_bytes))
         lease = None if value is None else self._check(name, value, _do_nothing)
+        if value is not None and lease is None:
+            too_large = self._why_too_large(name, value)
+            if too_large is not None:
+                raise StoreError(too_large)
         return lease is not None and lease.try_read(memoryview(bytearray(lease.num_bytes)))
 
     def usage(self) -> Usage:
@@ -288,7 +299,12 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         return self._submit(partial(self._client.use, name.hex(), self._max_value_bytes))
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
-        return self._threads.submit(partial(self._attempt, work))
+        try:
+            return self._threads.submit(partial(self._attempt, work))
+        except StoreError as exc:
+            failed: Future[T] = Future()
+            failed.set_exception(exc)
+            return failed
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """Carry out a request. Libraries raise anything for an answer that makes no sense."""
@@ -429,6 +445,17 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         if not header.whole_bytes:
             return lease
         return CompressedEntryLease(lease, self._compression, self._clock)
+
+    def _why_too_large(self, name: EntryName, value: Body) -> str | None:
+        """Of a value that is no entry: that it came cut off, if it did; else it is damaged."""
+        header = parse_header(bytes(memoryview(value).cast("B")[:HEADER_BYTES]))
+        limit = self._limits.max_entry_bytes
+        if len(value) < self._max_value_bytes or header is None or header.name != name:
+            return None
+        return (
+            f"entry {name.hex()} in {self._kind} has {header.num_bytes} bytes, and is not read: "
+            f"store.options.{self._kind}.max_entry_bytes is {limit}"
+        )
 
     def _remove_damaged(self, name: EntryName) -> None:
         self._num_damaged += 1

@@ -267,7 +267,8 @@ class HostTier:
         the lock, as `_remove`.
         """
         holder = self._tenants.get(tenant)
-        if holder is not None and tenant != NO_TENANT:
+        is_shared_out = self._tenant_bytes < self._capacity_bytes
+        if is_shared_out and holder is not None and tenant != NO_TENANT:
             shortage = Capacity(self._tenant_bytes, holder.held_bytes).shortage(num_bytes)
             stop_at = holder.held_bytes - shortage
             if shortage:

@@ -85,6 +85,7 @@ class ObjectClient:
             }
         if options.url.startswith("file:"):
             settings["mkdir"] = True
+        self._find_s = options.timeout_s / 2
         self.url = f"{options.url.rstrip('/')}/{cluster}"
         try:
             self._store = from_url(self.url, **settings)
@@ -92,7 +93,10 @@ class ObjectClient:
             raise ConfigError(f"store.options.object: {_first_line(exc)}") from exc
 
     def exists(self, keys: Sequence[str]) -> Sequence[bool]:
-        """See `RemoteClient`: some at once, until one of them is missing."""
+        """See `RemoteClient`: some at once, until one is missing, or half of the time is up.
+
+        Of a long prompt that is there, the beginning is found: a late answer would be none.
+        """
         with _mapped():
             found = asyncio.run(self._find_leading(keys))
         return found + [False] * (len(keys) - len(found))
@@ -162,10 +166,12 @@ class ObjectClient:
 
     async def _find_leading(self, keys: Sequence[str]) -> list[bool]:
         found: list[bool] = []
+        now = asyncio.get_running_loop().time
+        ends_at = now() + self._find_s
         for at in range(0, len(keys), NUM_AT_ONCE):
             some = keys[at : at + NUM_AT_ONCE]
             found += await asyncio.gather(*(self._exists(key) for key in some))
-            if not all(found):
+            if not all(found) or now() >= ends_at:
                 break
         return found
 
