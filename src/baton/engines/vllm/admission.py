@@ -210,7 +210,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         preempted = read_preempted(output)
         is_busy = bool(output.num_scheduled_tokens)
         now = self._clock.now()
-        is_stalled = self._pressure.step(now, preempted=preempted, is_busy=is_busy)
+        # A reset preempts between two steps: some have ended since, and wait no more.
+        waiting = preempted - output.finished_req_ids if preempted else preempted
+        is_stalled = self._pressure.step(now, preempted=waiting, is_busy=is_busy)
         follows_some = is_busy and bool(self._schedule.followed)
         return self._schedule.step(
             self._find_followed(output) if follows_some else (),
