@@ -33,6 +33,7 @@ from baton.engines.vllm.step_orders import (
     StartSend,
     StepOrders,
     StepReport,
+    Withdraw,
 )
 from baton.transfer.interface import TRANSPORTS
 from tests import host_device
@@ -235,6 +236,27 @@ def test_mode_pool_sends_layers_as_the_gpu_leaves_them(tmp_path: Path, stream: S
             for opened, block in ((one, 0), (two, 8))
         ]
         assert are_equal(*tails)
+
+
+@pytest.mark.usefixtures("stream")
+def test_mode_pool_reports_why_a_prompt_was_withdrawn(tmp_path: Path) -> None:
+    """Its KV is never offered; the note that it leaves for decode has the reason."""
+    with gpu_rank(tmp_path, "pp") as one, gpu_rank(tmp_path, "dd") as two:
+        ticket = make_ticket(one.ref, two.ref, "pool")
+        now = MachineClock().now()
+        prompt = Prompt(ticket, PROMPT_HASH, NUM_TOKENS, now, packed_ids(NUM_TOKENS))
+        two.handoffs.begin_step(StepOrders(expected=(StartReceive("r", prompt, 0, 0, LOADED),)))
+        two.handoffs.end_step()
+        one.handoffs.begin_step(StepOrders(withdrawn=(Withdraw(prompt, "its client has left"),)))
+        one.handoffs.end_step()
+        deadline = time.monotonic() + PATIENCE_S
+        received: set[str] = set()
+        while received != {"r"}:
+            assert time.monotonic() < deadline
+            received, _ = step(two)
+        trace = two.handoffs._observer._traces.find(ticket.request_id)
+        assert trace is not None
+        assert trace.fallbacks == ["computed locally: its client has left"]
 
 
 def test_a_late_load_writes_nothing_into_blocks_that_were_taken_back(

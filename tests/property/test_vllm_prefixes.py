@@ -351,8 +351,8 @@ class VllmMachine(RuleBasedStateMachine):
         most_cached = (request.num_prompt_tokens - 1) // BLOCK_SIZE
         num_cached = BLOCK_SIZE * data.draw(st.integers(0, most_cached), "cached")
         weights = make_weights(self.num_resets)
-        missing = self.admission.count_missing(request, num_cached, weights)
-        assert missing == self.admission.count_missing(request, num_cached, weights)
+        missing = self.admission.count_missing(request, num_cached, lambda: weights)
+        assert missing == self.admission.count_missing(request, num_cached, lambda: weights)
         is_read = self.admission.is_read(request.request_id)
         if missing is None or not self._grow(request, num_cached + missing or 1):
             return False

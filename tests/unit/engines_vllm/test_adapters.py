@@ -11,6 +11,7 @@ import pytest
 
 from baton.engines.vllm import adapters as adapters_module
 from baton.engines.vllm.adapters import Adapters, NotIdentified, describe_settings
+from baton.engines.vllm.prefix_schedule import MAX_UNDER_WAY
 from baton.kv.identity import Adapter, adapt_fingerprint
 from tests.unit.engines_vllm.test_admission import (
     admission,
@@ -70,6 +71,30 @@ def test_what_vllm_applies_of_an_adapter_counts(tmp_path: Path) -> None:
     some = describe_settings(config("", target_modules=["q_proj"], **fields))
     folder = make_files(tmp_path / "a")
     assert read_digest(folder, every) != read_digest(folder, some)
+
+
+def test_files_are_not_looked_at_in_each_step_for_requests_that_wait(
+    tmp_path: Path, stored: Admission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks for each of them in each step."""
+    looks: list[Path] = []
+
+    def look(path: Path) -> object:
+        looks.append(path)
+        return find_version(path)
+
+    find_version = adapters_module._find_version
+    monkeypatch.setattr(adapters_module, "_find_version", look)
+    lora = make_lora(make_files(tmp_path / "a"))
+    waiting = [asking(f"r{n}", lora_request=lora) for n in range(MAX_UNDER_WAY + 20)]
+    stored.arrived(waiting[0])
+    stored._adapters._reader.shutdown()
+    for each in waiting[1:]:
+        stored.arrived(each)
+    looks.clear()
+    for _ in range(10):
+        assert {stored.count_missing(each, 0) for each in waiting} == {None}
+    assert len(looks) == MAX_UNDER_WAY
 
 
 def test_files_that_change_are_not_trusted_again(tmp_path: Path) -> None:

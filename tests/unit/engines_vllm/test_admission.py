@@ -110,6 +110,7 @@ def step(
             num_computed_tokens=[c for _, _, c, _ in cached],
         ),
         preempted_req_ids=preempted,
+        finished_req_ids=set(),
     )
 
 
@@ -358,3 +359,17 @@ def test_kv_that_nobody_takes_gives_way_to_who_waits_for_its_room(
     admission.update_from_workers(None, {"held"}, None)  # its blocks are vLLM's again
     assert not plan(STALL_TIMEOUT_S)
     assert not plan(STALL_TIMEOUT_S)
+
+
+def test_a_request_that_ends_after_a_reset_preempted_it_waits_no_more(admission: Admission) -> None:
+    """vLLM's reset preempts between two steps; the next one reports it, and that it has ended."""
+    admission.bind(Blocks())
+    running = request(None)
+    admission.arrived(running)
+    admission.count_missing(running, 0)
+    admission.allocated(running, ([1, 2, 3],), 0)
+    assert admission.step(step(new=(("r", [1, 2, 3], 0, 9),))).occupancy == Occupancy(0, 10, 10, 4)
+    admission.finish(running)
+    after = step(preempted={"r"})
+    after.finished_req_ids.add("r")
+    assert admission.step(after).occupancy is None, "none waits, as before"

@@ -17,7 +17,7 @@ from baton.engines.vllm.handoff_schedule import (
     Released,
     Scheduled,
 )
-from baton.engines.vllm.step_orders import Progress, Prompt, StepOrders
+from baton.engines.vllm.step_orders import Abort, Progress, Prompt, StepOrders
 from baton.engines.vllm.tickets import Refusal
 from baton.ids import Epoch, TicketId, WorkerId
 from tests.tickets import issue
@@ -140,6 +140,18 @@ def test_a_prefill_that_failed_still_holds_its_blocks_until_the_worker_says_so(
     schedule.step([Scheduled("r", [1], 0, 4)], ())
     schedule.send_failed("r", "the peer is gone")
     assert schedule.finish("r", DONE) == Held(Refusal("handoff_failed", "the peer is gone"))
+
+
+def test_a_prefill_that_ends_early_after_one_rank_failed_ends_on_the_others(
+    schedule: HandoffSchedule,
+) -> None:
+    """They have not failed, and never get the rest of the prompt: their blocks would be held."""
+    schedule.add("r", Queued(prompt(8)))
+    schedule.step([Scheduled("r", [1], 0, 4)], ())
+    schedule.send_failed("r", "the peer is gone")
+    finished = schedule.finish("r", Ending("cancelled", 0))
+    assert finished == Held(Refusal("handoff_failed", "the peer is gone"))
+    assert schedule.step([], ()).aborted == (Abort("r", "the peer is gone"),)
 
 
 def test_a_refused_request_says_why(schedule: HandoffSchedule) -> None:

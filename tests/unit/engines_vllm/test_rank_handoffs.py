@@ -80,8 +80,15 @@ class ReachedPosition:
         """It is reached."""
 
 
+HEADS = KVLayout.gqa(NUM_LAYERS, 4, 8, block_size=BLOCK_SIZE, dtype="float32")
+
+
 def make_harness(
-    store: ReadsPrefixes | None, record_position: Callable[[], StreamPosition | None] = on_host
+    store: ReadsPrefixes | None,
+    record_position: Callable[[], StreamPosition | None] = on_host,
+    *,
+    rank_number: int = 0,
+    layout: KVLayout = HEADS,
 ) -> RankHarness:
     clock, port, traces = ManualClock(), ScriptedPort(NUM_LAYERS), TraceRing(8)
     port.prefixes = store
@@ -90,8 +97,8 @@ def make_harness(
     setting = RankSetting(
         worker=WorkerId("me"),
         epoch=Epoch("2" * 32),
-        rank=0,
-        layout=KVLayout.gqa(NUM_LAYERS, 4, 8, block_size=BLOCK_SIZE, dtype="float32"),
+        rank=rank_number,
+        layout=layout,
         layers={"a": 0, "b": 1},
         record_position=record_position,
     )
@@ -547,3 +554,26 @@ def test_how_full_vllm_was_at_its_last_step_can_be_asked(harness: RankHarness) -
         full = Occupancy(num_waiting=1, num_blocks=8, num_free_blocks=num_free, block_size=4)
         run(harness, StepOrders(occupancy=full))
         assert harness.rank.occupancy == full
+
+
+@pytest.mark.parametrize("rank_number", [0, 1])
+def test_nothing_is_left_of_a_prompt_whose_kv_another_rank_sends(rank_number: int) -> None:
+    """All ranks have latent KV, or the only KV head: rank 0 sends it."""
+    latent = KVLayout.mla(NUM_LAYERS, 8, block_size=BLOCK_SIZE, dtype="float32")
+    harness = make_harness(None, rank_number=rank_number, layout=latent)
+    asked = prompt(harness, 7, FROM_TWO)
+    run(harness, StepOrders(arrived=(asked,)), "a", "b")
+    offers = (StartSend("r", asked, 0),)
+    run(harness, StepOrders(offers=offers, progress=(Progress("r", 0, (5,), 3, is_last=False),)))
+    run(harness, StepOrders(progress=(Progress("r", 1, (6,), 7, is_last=True),)), "a", "b")
+    assert len(harness.port.sends) == 1 - rank_number
+    for ticket in tuple(harness.port.sends):
+        harness.port.sent(ticket)
+    assert harness.rank.get_finished({"r"}, 0.0) == ({"r"}, set())
+    trace = harness.traces.find("req-1")
+    assert trace is not None
+    assert Stamp.PREFILL_STARTED in trace.stamps
+    assert harness.rank._sends._uncomputed._derived == {}
+    assert harness.rank._abort_fanout._derived == {}
+    assert harness.observer._open == {}
+    assert len(harness.observer._held) == 0

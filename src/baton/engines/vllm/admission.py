@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
@@ -209,7 +210,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         preempted = read_preempted(output)
         is_busy = bool(output.num_scheduled_tokens)
         now = self._clock.now()
-        is_stalled = self._pressure.step(now, preempted=preempted, is_busy=is_busy)
+        # A reset preempts between two steps: some have ended since, and wait no more.
+        waiting = preempted - output.finished_req_ids if preempted else preempted
+        is_stalled = self._pressure.step(now, preempted=waiting, is_busy=is_busy)
         follows_some = is_busy and bool(self._schedule.followed)
         return self._schedule.step(
             self._find_followed(output) if follows_some else (),
@@ -290,14 +293,13 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def _count_stored(
         self, prefixes: PrefixAdmission, request: Request, num_cached_tokens: int
     ) -> int | None:
-        request_id, adapter = request.request_id, self._adapters.find(request.lora_request)
-        if isinstance(adapter, NotIdentified):
-            adapter, is_plain = None, False
-        else:
-            is_plain = self._is_plain(request)
-        if request_id not in prefixes and (self._schedule.is_receiving(request_id) or not is_plain):
+        request_id = request.request_id
+        if request_id not in prefixes and (
+            self._schedule.is_receiving(request_id) or not self._is_plain(request)
+        ):
             prefixes.skip(request, num_cached_tokens)
-        return prefixes.count_missing(request, num_cached_tokens, adapter)
+        identify = partial(self._adapters.find, request.lora_request)
+        return prefixes.count_missing(request, num_cached_tokens, identify)
 
     def _finish_stored(
         self, prefixes: PrefixAdmission, request: Request, blocks: Sequence[int]

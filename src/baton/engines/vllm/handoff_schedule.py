@@ -374,8 +374,8 @@ class HandoffSchedule:
     def _finish_send(
         self, request: VllmRequestId, state: Computing, ending: Ending
     ) -> Released | Held:
-        if state.failure is None and state.stop < state.prompt.num_tokens:
-            state.failure = f"{ending.outcome} before prefill was done"
+        if state.stop < state.prompt.num_tokens:  # also if it has failed: other ranks still send it
+            state.failure = state.failure or f"{ending.outcome} before prefill was done"
             self._pending.aborted.append(Abort(request, state.failure))
         self._record_finished(request, ending)
         self._just_held.add(request)

@@ -233,9 +233,10 @@ class UncomputedPrefills:
         return self._tickets
 
     def add(self, ticket: TicketId, derived: tuple[Ticket, ...]) -> None:
-        """It is to be computed; again changes nothing."""
-        self._derived[ticket] = derived
-        self._tickets = None
+        """It is to be computed, to be sent from here if any is `derived`; again changes nothing."""
+        if derived:
+            self._derived[ticket] = derived
+            self._tickets = None
 
     def drop(self, ticket: TicketId) -> None:
         """It is computed, or will never be; again changes nothing."""

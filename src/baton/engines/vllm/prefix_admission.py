@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.auth.ticket import hash_tenant
 from baton.clock import Instant
+from baton.engines.vllm.adapters import NotIdentified
 from baton.engines.vllm.step_orders import Keep, LookUp
 from baton.kv.copies import count_blocks
 
@@ -67,11 +68,14 @@ class PrefixAdmission:
         self._schedule.skip(request.request_id, num_cached_tokens)
 
     def count_missing(
-        self, request: Request, num_cached_tokens: int, adapter: Adapter | None
+        self,
+        request: Request,
+        num_cached_tokens: int,
+        identify: Callable[[], Adapter | NotIdentified | None],
     ) -> int | None:
         """How many tokens are to be loaded; None: vLLM is to ask again in its next step.
 
-        `adapter` computes the request.
+        `identify` finds what computes the request. It looks at files, once for each request.
         """
         schedule = self._schedule
         if request.request_id not in schedule:
@@ -81,6 +85,8 @@ class PrefixAdmission:
                 schedule.skip(request.request_id, num_cached_tokens)
             elif schedule.is_full:
                 return None
+            elif isinstance(adapter := identify(), NotIdentified):
+                schedule.skip(request.request_id, num_cached_tokens)
             else:
                 self._ask(self._make_lookup(request, num_cached_tokens, adapter))
         return schedule.count_missing(request.request_id, num_cached_tokens, self._clock.now())

@@ -133,6 +133,10 @@ class RankObserver:
         self._open[request] = _Open(span, tuple(parts.values()))
         self._traces.add(span)
 
+    def computes(self, span: RequestSpan) -> None:
+        """This rank computes a prompt of which it sends nothing: its trace can be asked for."""
+        self._traces.add(span)
+
     def stamp(self, request: VllmRequestId, stamp: Stamp, at: Instant) -> None:
         """Note an instant, in the trace of each ticket too: the agent sends it to its peer."""
         found = self._open.get(request)

@@ -154,6 +154,11 @@ class RankSends:
             {ticket.id for ticket in tickets},
         )
         self.table.add(send)
+        span.stamp(Stamp.ADMITTED, self._clock.now())
+        span.stamp(Stamp.PREFILL_STARTED, self._clock.now())
+        if not tickets:  # other ranks have the same heads, and send them
+            self._observer.computes(span)
+            return
         # An order's table must have its first blocks before it is given away.
         for progress in steps:
             if progress.request == offer.request:
@@ -163,8 +168,6 @@ class RankSends:
         self._abort_fanout.known(prompt.ticket.id, [ticket.id for ticket in tickets])
         self._observer.opened(offer.request, span, send.traces)
         self._observer.offered(offer.request, prompt.ticket.mode, self._clock.now())
-        span.stamp(Stamp.ADMITTED, self._clock.now())
-        span.stamp(Stamp.PREFILL_STARTED, self._clock.now())
 
     def _send_order(self, prompt: Prompt, ticket: Ticket, send: SendInProgress) -> SendOrder:
         return SendOrder(
@@ -195,6 +198,8 @@ class RankSends:
                     blocks=BlockTable(0, empty_table(0)),
                     deadline=_deadline_of(prompt.ticket, self._clock),
                     trace=span,
+                    prompt_ids=prompt.token_ids,
+                    adapter=prompt.adapter,
                 )
             )
             self._port.abort(ticket.id, withdraw.reason)
