@@ -246,7 +246,7 @@ class SimulatedWorker:
         """The oldest prompt, if it has its blocks or gets them now; else one that has loaded.
 
         A younger one may have been loaded into blocks that the oldest waits for. While it does, no
-        further ones are loaded: it would wait for ever.
+        further ones are loaded: it would wait without limit.
         """
         if not self._prompts:
             return None
