@@ -47,7 +47,7 @@ def make_hosts(number: int) -> list[HostTable]:
 
 def cost_s(hosts: list[HostTable], placed: dict[str, HostTable]) -> tuple[float, float]:
     """Seconds of links for a GB of KV, and the share of KV that stays on its host."""
-    shares = divide_traffic([
+    traffic = divide_traffic([
         (
             Location.of(host.zone, host.rack, host.name),
             tuple(
@@ -57,7 +57,8 @@ def cost_s(hosts: list[HostTable], placed: dict[str, HostTable]) -> tuple[float,
         )
         for host in hosts
     ])
-    return sum(share * BYTE_S[at] for at, share in shares.items()) * 1e9, shares[DISTANCES[0]]
+    seconds = sum(goes.share * BYTE_S[at] for at, goes in traffic.items())
+    return seconds * 1e9, traffic[DISTANCES[0]].share
 
 
 def measure(num_hosts: int, num_prefill: int, num_decode: int, gpus: int) -> dict[str, float]:

@@ -63,10 +63,7 @@ class Ask:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, status: int, message: str) -> None:
-        body = json.dumps({"error": {"message": message, "code": "x"}}).encode()
-        headers = [(b"content-type", b"application/json")]
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
+        await answer_json(self.send, {"error": {"message": message, "code": "x"}}, status)
 
 
 Script = Callable[[Ask], Awaitable[None]]
@@ -131,10 +128,13 @@ class RunningServer:
     kill: Callable[[], None]
 
 
-async def answer_json(send: Any, body: object) -> None:
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+async def answer_json(send: Any, body: object, status: int = 200) -> None:
+    """In two parts, as what is large comes."""
+    headers, data = [(b"content-type", b"application/json")], json.dumps(body).encode()
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": data[:10], "more_body": True})
+    await asyncio.sleep(0.01)
+    await send({"type": "http.response.body", "body": data[10:]})
 
 
 async def main() -> None:

@@ -93,6 +93,13 @@ def test_what_settles_is_not_counted_and_asked_once():
     assert len(prompts) == len(server.asks)
 
 
+def test_what_settles_takes_nothing_from_the_number_of_requests():
+    plan = replace(plan_of(Closed(2), num_requests=6), settle_s=0.3)
+    report = measure(ScriptedServer(answering(0.01)), plan)
+    assert sum(record.phase == "warm-up" for record in report.records) >= 4
+    assert report.figures.num_complete == 6
+
+
 def test_the_key_is_sent_and_kept_nowhere():
     server = ScriptedServer()
     report = measure(server)
@@ -121,8 +128,8 @@ def test_an_open_loop_with_a_bound_holds_back_and_says_for_how_long():
     server = ScriptedServer(answering(0.05))
     report = measure(server, plan_of(Open(200.0, "constant", max_in_flight=2), 10))
     assert server.most_at_once == 2
-    assert report.figures.held_s.max > 0.1
-    assert report.client.late_p99_s < 5.0
+    assert report.figures.held_s.max > 0.5, "the last ones, for all that are before them"
+    assert report.client.late_p99_s < report.figures.held_s.max / 2, "the client is not late"
 
 
 def test_a_trace_is_played_when_it_was_recorded_faster_if_wanted(tmp_path):
@@ -227,6 +234,7 @@ def test_what_is_no_whole_answer_is_a_failure(script, kind):
 def test_a_server_that_fails_everything_stops_the_run():
     report = measure(after_survey(overloaded), plan_of(Closed(8), 1000))
     assert "in a row" in report.stopped
+    assert {each.example for each in report.figures.failures} == {"HTTP 503: no room"}
     assert report.is_partial
     assert report.figures.num_failed < 200
 

@@ -85,6 +85,11 @@ def test_a_run_its_file_and_a_comparison(url, tmp_path):
         (["--rate", "3", "--concurrency", "3"], 2, "--max-in-flight"),
         (["--goodput", "ttft"], 2, "ttft:500"),
         (["--concurrency", "0"], 2, "--concurrency"),
+        (["--arrival", "constant"], 2, "give --rate"),
+        (["--rate", "3", "--burst", "4"], 2, "--arrival burst"),
+        (["--drain", "3"], 2, "--duration"),
+        (["--duration", "1", "--drain", "nan"], 2, "--drain: a number"),
+        (["--trace", "no-such-file"], 2, "--input-len, --output-len: only without a trace"),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_said_with_its_exit_code(url, flags, code, reported):
@@ -92,6 +97,12 @@ def test_what_goes_wrong_is_said_with_its_exit_code(url, flags, code, reported):
     assert done.returncode == code, done.stderr
     assert reported in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_drain_cuts_is_no_success(url):
+    done = serve(url, "--duration", "0.55", "--drain", "0", "--concurrency", "4", "--json")
+    assert done.returncode == 1, done.stderr
+    assert msgspec.json.decode(done.stdout, type=Report).figures.num_cut
 
 
 def read_until(terminal: int, wanted: bytes) -> bytes:

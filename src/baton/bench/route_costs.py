@@ -130,8 +130,9 @@ def fit_prefill(reports: Sequence[Report]) -> FittedLine[KeptPromptLine]:
     """
     sizes, pairs, seconds = [], [], []
     for report in reports:
-        timeline = _Timeline.of(report.records)
-        for record in report.records:
+        records = _measured(report)
+        timeline = _Timeline.of(records)
+        for record in records:
             num, ttft_s = _count_computed(record), record.ttft_s
             if _counts(record) and num and ttft_s and timeline.is_computed_alone(record):
                 sizes.append(float(num))
@@ -158,12 +159,13 @@ def fit_step(
     """
     sizes, seconds = [], []
     for report in reports:
-        timeline = _Timeline.of(report.records)
-        computed = np.array([_count_computed(each) for each in report.records], dtype=np.float64)
-        tokens = np.array([each.num_prompt_tokens for each in report.records], dtype=np.float64)
+        records = _measured(report)
+        timeline = _Timeline.of(records)
+        computed = np.array([_count_computed(each) for each in records], dtype=np.float64)
+        tokens = np.array([each.num_prompt_tokens for each in records], dtype=np.float64)
         work = computed * (1.0 + prefill.bend * (tokens - computed / 2))
         prefill_s = prefill.fixed_s + prefill.each_s * work
-        for record in report.records:
+        for record in records:
             times = record.token_s
             if not _counts(record) or len(times) < MIN_STREAMED or times[-1] <= times[0]:
                 continue
@@ -183,8 +185,13 @@ def fit_step(
     return FittedLine(KeptLine(fixed, each), len(sizes), error)
 
 
+def _measured(report: Report) -> list[Record]:
+    """Without the warm-up, whose times count from a beginning of their own."""
+    return [each for each in report.records if each.phase == "measured"]
+
+
 def _counts(record: Record) -> bool:
-    return record.phase == "measured" and record.is_complete and bool(record.token_s)
+    return record.is_complete and bool(record.token_s)
 
 
 def _count_computed(record: Record) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from baton.cli.bench import read_share
+from baton.cli.bench_serve import refuse_unused
 from baton.cli.flags import ConfigFlags, Engine, Model, Transport
 from baton.clock import MachineClock
 from baton.config.environment import read_environment
@@ -287,6 +288,7 @@ def _workload(work: WorkFlags) -> "Workload":
     from baton.bench.workloads.synthetic import WorkloadOptions, choose_workload  # noqa: PLC0415
     from baton.bench.workloads.traces import TraceFile, read_trace  # noqa: PLC0415
 
+    refuse_unused(work, work.trace)
     if work.trace is not None:
         if not 0 < work.speed < float("inf"):
             raise ConfigError("--speed: above 0")

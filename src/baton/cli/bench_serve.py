@@ -2,7 +2,7 @@
 
 import secrets
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,8 +10,8 @@ import msgspec
 from cyclopts import Group, Parameter
 
 from baton.cli.bench import read_share
+from baton.cli.flags import read_api_key
 from baton.clock import MachineClock
-from baton.config.environment import read_environment
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from baton.bench.load.plan import Load, LoadPlan
     from baton.bench.load.server_check import RequestOptions
     from baton.bench.workloads.requests import Workload
+    from baton.cli.bench_architectures import WorkFlags
 
 FAILED = 1
 INTERRUPTED = 130
@@ -27,6 +28,8 @@ WORKLOAD = Group("Workload", sort_key=1)
 LOAD = Group("Load", sort_key=2)
 RESULTS = Group("Results", sort_key=3)
 MOST_AT_ONCE = 10_000
+GENERATED = ("input_len", "output_len", "prefixes", "prefix_len", "turns", "pause")
+RECORDED = ("trace_format", "speed", "divide_lengths", "max_broken")
 
 
 @Parameter(name="*")
@@ -114,7 +117,10 @@ class LoadFlags:
     concurrency: Annotated[
         int | None, Parameter(help="Closed loop: this many at once [default: 1].")
     ] = None
-    rate: Annotated[float | None, Parameter(help="Open loop: this many requests a second.")] = None
+    rate: Annotated[
+        float | None,
+        Parameter(help="Open loop: this many requests (multi-turn: conversations) a second."),
+    ] = None
     arrival: Annotated[
         Literal["poisson", "constant", "burst"], Parameter(help="Open loop: how.")
     ] = "poisson"
@@ -134,9 +140,7 @@ class LoadFlags:
     timeout: Annotated[float, Parameter(help="Seconds that a request may take.")] = 300.0
     drain: Annotated[
         float | None,
-        Parameter(
-            help="Seconds for what runs at the end [default: 30 with --duration, else --timeout]."
-        ),
+        Parameter(help="--duration: seconds for what runs when it is over [default: 30]."),
     ] = None
 
 
@@ -182,8 +186,9 @@ def serve(
         return FAILED
     if report.is_partial and report.stopped is None:
         return INTERRUPTED
-    is_bad = report.is_partial or report.figures.num_failed or not report.figures.num_complete
-    return FAILED if is_bad else 0
+    figures = report.figures
+    is_whole = not (report.is_partial or figures.num_failed or figures.num_cut)
+    return 0 if is_whole and figures.num_complete else FAILED
 
 
 def make_job(
@@ -201,8 +206,7 @@ def make_job(
 
     if results.output is not None:
         check_writable(results.output)
-    key = read_environment().get(target.api_key_env)
-    opened = open_target(target.url, key)
+    opened = open_target(target.url, read_api_key(target.api_key_env))
     asked = make_workload(workload, workload.trace)
     return Job(
         opened,
@@ -245,13 +249,14 @@ def make_workload(flags: ShapeFlags, trace: Path | None) -> "Workload":
     """A trace file, or what is generated.
 
     Raises:
-        ConfigError: the file cannot be read, or a flag is out of bounds.
+        ConfigError: the file cannot be read, or a flag is out of bounds, or of no use.
     """
     from baton.bench.workloads.synthetic import WorkloadOptions, choose_workload  # noqa: PLC0415 - too heavy
     from baton.bench.workloads.traces import TraceFile, read_trace  # noqa: PLC0415
 
+    refuse_unused(flags, trace)
     if trace is not None:
-        if flags.speed <= 0:
+        if not 0 < flags.speed < float("inf"):
             raise ConfigError("--speed: above 0")
         if flags.divide_lengths < 1:
             raise ConfigError("--divide-lengths: 1 or more")
@@ -267,6 +272,24 @@ def make_workload(flags: ShapeFlags, trace: Path | None) -> "Workload":
         pause_s=flags.pause,
     )
     return choose_workload(flags.workload, options)
+
+
+def refuse_unused(flags: "ShapeFlags | WorkFlags", trace: Path | None) -> None:
+    """Check that what is generated has no flags of a trace, nor the reverse.
+
+    Raises:
+        ConfigError: it has.
+    """
+    unused = RECORDED if trace is None else GENERATED
+    given = [
+        each.name
+        for each in fields(flags)
+        if each.name in unused and getattr(flags, each.name) != each.default
+    ]
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        what = "without a trace" if unused is GENERATED else "for a trace"
+        raise ConfigError(f"{named}: only {what}")
 
 
 def _plan(flags: LoadFlags, workload: "Workload") -> "LoadPlan":
@@ -321,5 +344,11 @@ def _check(flags: LoadFlags) -> None:
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag}: a number above 0")
     for flag, value in {"--warm-up": flags.warm_up, "--drain": flags.drain}.items():
-        if value is not None and value < 0:
-            raise ConfigError(f"{flag}: not below 0")
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{flag}: a number, not below 0")
+    if flags.arrival != "poisson" and flags.rate is None:
+        raise ConfigError(f"--arrival {flags.arrival} is for an open loop: give --rate too")
+    if flags.drain is not None and flags.duration is None:
+        raise ConfigError("--drain is for what runs when --duration is over: give that too")
+    if flags.burst is not None and flags.arrival != "burst":
+        raise ConfigError("--burst is for --arrival burst")

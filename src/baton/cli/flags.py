@@ -126,6 +126,11 @@ Store = Annotated[
 ]
 
 
+def read_api_key(variable: str) -> str | None:
+    """The API key of an environment variable; files and secrets may end it with a line break."""
+    return read_environment().get(variable, "").strip() or None
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ConfigFlags:

@@ -9,8 +9,7 @@ import msgspec
 from cyclopts import App, Group, Parameter
 
 from baton.cli.bench_serve import LOAD, WORKLOAD, ShapeFlags, make_workload
-from baton.cli.flags import ConfigFlags
-from baton.config.environment import read_environment
+from baton.cli.flags import ConfigFlags, read_api_key
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def explain(  # noqa: PLR0913 - one for each flag
     elif request is not None:
         targets_ms = {TTFT_HEADER: ttft_ms, TPOT_HEADER: tpot_ms, ITL_HEADER: itl_ms}
         explained = explain_request(
-            shown, _read_body(request), targets_ms, read_environment().get(api_key_env)
+            shown, _read_body(request), targets_ms, read_api_key(api_key_env)
         )
         if json:
             _print_json(explained)
@@ -145,11 +144,21 @@ class ReplayFlags(ShapeFlags):
         Parameter(help="How many [default: a trace's, else 1000].", group=LOAD),
     ] = None
     ttft_s: Annotated[
-        float, Parameter(help="A good request's first token is there by then.", group=LOAD)
-    ] = 2.0
+        float | None,
+        Parameter(
+            help="A good request's first token is there by then [default: that of "
+            "router.options.cost, 2].",
+            group=LOAD,
+        ),
+    ] = None
     tpot_s: Annotated[
-        float, Parameter(help="A good request's tokens take no longer.", group=LOAD)
-    ] = 0.1
+        float | None,
+        Parameter(
+            help="A good request's tokens take no longer [default: that of router.options.cost, "
+            "0.1].",
+            group=LOAD,
+        ),
+    ] = None
     itl_s: Annotated[
         float | None,
         Parameter(
@@ -272,11 +281,18 @@ def _plan(
         check_gateways,
         make_workers,
     )
+    from baton.router.cost_parts import CostOptions  # noqa: PLC0415
 
     _check(load)
     config = flags.resolve().to_config()
-    limits = {"ttft_s": load.ttft_s, "tpot_s": load.tpot_s}
-    own: dict[str, dict[str, object]] = {"cost": {**limits}}
+    configured = config.router.options
+    given = {"ttft_s": load.ttft_s, "tpot_s": load.tpot_s}
+    cost = configured.get("cost", {}) | {key: s for key, s in given.items() if s is not None}
+    try:
+        limits = msgspec.convert(cost, CostOptions)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"router.options.cost: {exc}") from exc
+    options = configured | {"cost": cost | {"ttft_s": limits.ttft_s, "tpot_s": limits.tpot_s}}
     workload = make_workload(load, trace)
     return ReplayPlan(
         workload=workload,
@@ -285,13 +301,12 @@ def _plan(
         workers=make_workers(fleet.roles, fleet.workers),
         num_gateways=check_gateways(fleet.gateways),
         policies=tuple(
-            PolicyChoice(name, {**own.get(name, {}), **config.router.options.get(name, {})})
-            for name in fleet.policy or DEFAULT_POLICIES
+            PolicyChoice(name, options.get(name, {})) for name in fleet.policy or DEFAULT_POLICIES
         ),
         mode=config.gateway.mode,
         costs=read_costs(fleet.costs, fleet.cost, workload.block_tokens),
-        ttft_s=load.ttft_s,
-        tpot_s=load.tpot_s,
+        ttft_s=limits.ttft_s,
+        tpot_s=limits.tpot_s,
         itl_s=load.itl_s,
         seed=load.seed,
     )

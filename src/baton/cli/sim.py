@@ -64,7 +64,11 @@ def handoff(
     if schedules < 1 or jobs < 1:
         raise ConfigError("--schedules and --jobs are at least 1")
     if seed is not None:
+        if json:
+            raise ConfigError("--json is for many seeds: --seed prints text")
         return _replay(seed, wants_log=log)
+    if log:
+        raise ConfigError("--log is for one seed: give --seed")
     return _run(first_seed, schedules, jobs, as_json=json)
 
 

@@ -120,26 +120,41 @@ LEVELS: Final = (
 """From near to far: what two hosts at this distance have in common."""
 
 
-def divide_traffic(locations: Sequence[tuple[Location, Counts]]) -> dict[Distance, float]:
-    """What share of the KV goes over links of each distance, when the nearest are preferred.
+class Traffic(NamedTuple):
+    """Over links of one distance: a share of the KV, and what one prefill worker sends at most."""
+
+    share: float
+    most: float
+
+
+def divide_traffic(locations: Sequence[tuple[Location, Counts]]) -> dict[Distance, Traffic]:
+    """What goes over links of each distance, when the nearest are preferred.
 
     Of hosts and their workers. Empty where there are not workers of both roles.
     """
     totals = [sum(counts[at] for _, counts in locations) for at in (0, 1)]
     if not all(totals):
         return {}
-    shares, nearer = {}, 0.0
-    for distance, level in LEVELS:
+    sends, takes = ([counts[at] / totals[at] for _, counts in locations] for at in (0, 1))
+    found = {}
+    for distance, level in (*LEVELS, (Distance.CROSS_ZONE, None)):
         there: dict[tuple[str, ...], list[int]] = {}
-        for location, counts in locations:
-            found = there.setdefault(location[level], [0, 0])
-            found[0] += counts[0]
-            found[1] += counts[1]
-        stays = sum(min(one / totals[0], other / totals[1]) for one, other in there.values())
-        shares[distance] = max(0.0, stays - nearer)
-        nearer = stays
-    shares[Distance.CROSS_ZONE] = max(0.0, 1.0 - nearer)
-    return shares
+        for host, (location, _) in enumerate(locations):
+            there.setdefault(() if level is None else location[level], []).append(host)
+        share = most = 0.0
+        for hosts in there.values():
+            to_send, to_take = (sum(left[host] for host in hosts) for left in (sends, takes))
+            moved = min(to_send, to_take)
+            if moved <= ROUNDING:
+                continue
+            share += moved
+            for host in hosts:
+                sent = sends[host] * moved / to_send
+                most = max(most, sent / max(1, locations[host][1][0]))
+                sends[host] -= sent
+                takes[host] -= takes[host] * moved / to_take
+        found[distance] = Traffic(share, most)
+    return found
 
 
 class NoAssignmentError(ConfigError):

@@ -6,10 +6,18 @@ import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from baton.config.sections import FleetSection, HostTable, Role
 from baton.errors import ConfigError
-from baton.planner.assignment import Counts, Location, Needs, assign_workers, divide_traffic
+from baton.planner.assignment import (
+    Counts,
+    Location,
+    Needs,
+    Traffic,
+    assign_workers,
+    divide_traffic,
+)
 from baton.planner.traffic import DISTANCES, ExpectedKV, LinkRate, RateSource
 
 if TYPE_CHECKING:
@@ -35,9 +43,9 @@ class PlannedWorker(msgspec.Struct, frozen=True):
 
 
 class PlannedTraffic(msgspec.Struct, frozen=True):
-    """KV over links of one distance. `busy`: the share of time in which a prefill worker's is.
+    """KV over links of one distance. `busy`: the share of time in which the busiest of them is.
 
-    None: not known how much KV that is.
+    That is the link of one prefill worker. None: not known how much KV that is.
     """
 
     distance: str
@@ -146,10 +154,9 @@ def describe_fleet(
         if name in at:
             prefill, decode = counts.get(at[name], (0, 0))
             counts[at[name]] = prefill + (role == "prefill"), decode + (role == "decode")
-    num_prefill = sum(prefill for prefill, _ in counts.values())
     traffic = [
-        _describe_traffic(distance, share, rates[distance], kv=kv, num_prefill=num_prefill)
-        for distance, share in divide_traffic(list(counts.items())).items()
+        _describe_traffic(distance, goes, rates[distance], kv)
+        for distance, goes in divide_traffic(list(counts.items())).items()
     ]
     return FleetPlan(spread=spread, kv=kv, workers=tuple(planned), traffic=tuple(traffic))
 
@@ -166,10 +173,10 @@ def _find_nearest(
 
 
 def _describe_traffic(
-    distance: Distance, share: float, rate: LinkRate, *, kv: ExpectedKV | None, num_prefill: int
+    distance: Distance, goes: Traffic, rate: LinkRate, kv: ExpectedKV | None
 ) -> PlannedTraffic:
+    described = PlannedTraffic(str(distance), goes.share, rate.gb_per_s, rate.source)
     if kv is None:
-        return PlannedTraffic(str(distance), share, rate.gb_per_s, rate.source)
-    moved = share * kv.bytes_per_s
-    busy = moved / num_prefill / (rate.gb_per_s * 1e9)
-    return PlannedTraffic(str(distance), share, rate.gb_per_s, rate.source, moved, busy)
+        return described
+    moved, most = goes.share * kv.bytes_per_s, goes.most * kv.bytes_per_s
+    return replace(described, bytes_per_s=moved, busy=most / (rate.gb_per_s * 1e9))

@@ -57,7 +57,7 @@ def print_plan(plan: FleetPlan, file: TextIO) -> None:
             "-" if line.busy is None else f"{line.busy:.0%}",
         )
     console.print(links)
-    console.print("busy: a prefill worker's link at this distance, on the average")
+    console.print("busy: the busiest link of a prefill worker at this distance")
     for line in plan.traffic:
         if line.busy is not None and line.busy > ENOUGH:
             console.print(

@@ -50,10 +50,10 @@ def print_sizes(report: SizeReport, file: TextIO) -> None:
 def write_bytes(num_bytes: float) -> str:
     """In binary units, and exactly."""
     value, unit = float(num_bytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007 - the last one is used below
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if value < STEP:
             break
-        value /= STEP
+        value, unit = value / STEP, larger
     exact = f" ({num_bytes:,.0f} B)" if unit != "B" else ""
     return f"{value:,.4g} {unit}{exact}"
 

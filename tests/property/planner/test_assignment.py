@@ -89,7 +89,7 @@ def cost_of(found, counts, byte_s):
         (Location.of(host.zone, host.rack, host.name), own)
         for host, own in zip(found, counts, strict=True)
     ]
-    return sum(share * byte_s[at] for at, share in divide_traffic(located).items())
+    return sum(goes.share * byte_s[at] for at, goes in divide_traffic(located).items())
 
 
 def divisions(number, num_hosts):
@@ -145,9 +145,10 @@ def test_kv_that_prefers_the_nearest_costs_as_little_as_any_division(placed, byt
     ]
     best = optimize.linprog(distances, A_eq=sums, b_eq=[*prefill, *decode])
     assert best.status == 0
-    shares = divide_traffic(located)
-    assert sum(shares.values()) == pytest.approx(1.0)
-    cost = sum(share * byte_s[at] for at, share in shares.items())
+    traffic = divide_traffic(located)
+    assert sum(goes.share for goes in traffic.values()) == pytest.approx(1.0)
+    assert max(goes.most for goes in traffic.values()) <= 1 / totals[0] + 1e-9
+    cost = sum(goes.share * byte_s[at] for at, goes in traffic.items())
     assert cost == pytest.approx(best.fun)
 
 

@@ -434,3 +434,66 @@ def test_a_policy_that_knows_the_store_has_the_first_token_earlier():
         found[count_stored] = summarize(outcomes, 2.0, 0.1).ttft_s
     assert found[True].p50 < 0.8 * found[False].p50
     assert found[True].p99 <= 1.05 * found[False].p99, "first turns, of which no store has anything"
+
+
+def alone(key, num_prompt, num_answer, arrival_s):
+    return Session((Turn((TokenRun(key, num_prompt),), num_answer),), arrival_s)
+
+
+def with_short_blocks(asked):
+    """Outcomes at a worker of 100 blocks, and a store that has the prompt `stored`."""
+    costs = SimulatedCosts(kv_tokens=1600, store_tokens=160_000)
+    before = [alone("stored", 320, 1, 0.0), alone("another", 1500, 1, 0.5)]
+    simulation = Simulation([RoundRobin()], make_workers("both", 1), costs)
+    simulation.replay(iter([*before, *asked]))
+    simulation.run()
+    assert len(simulation.outcomes) == len(before) + len(asked)
+    return simulation.outcomes[2:]
+
+
+def test_a_prompt_that_waits_for_blocks_stops_none_that_was_loaded():
+    """The younger one was loaded while a third was computed, into blocks that the older needs."""
+    beginning = Session((Turn((TokenRun("stored", 320), TokenRun("own", 160)), 1),), 1.24)
+    first, loaded, waited = with_short_blocks([
+        alone("first", 640, 1, 1.2),
+        alone("waiting", 1200, 1, 1.22),
+        beginning,
+    ])
+    assert (loaded.num_tokens, loaded.num_loaded) == (480, 320)
+    assert (first.num_tokens, waited.num_tokens) == (640, 1200)
+
+
+def test_no_prompt_is_loaded_into_blocks_that_an_older_one_waits_for():
+    later = [
+        Session((Turn((TokenRun("stored", 320), TokenRun(f"{at}", 160)), 40),), 1.3 + 0.1 * at)
+        for at in range(20)
+    ]
+    outcomes = with_short_blocks([
+        alone("answering", 480, 100, 1.0),
+        alone("waiting", 1200, 1, 1.2),
+        *later,
+    ])
+    assert [each.num_tokens for each in outcomes] == [480, 1200, *([480] * 20)]
+    assert sum(each.num_loaded == 320 for each in outcomes) >= 1
+
+
+def test_a_store_that_has_less_than_the_cache_is_not_read():
+    """Also where a token takes longer to load than to compute."""
+    costs = SimulatedCosts(prefill_token_s=1e-5, load_token_s=2e-5, store_tokens=1600)
+    asked = [alone("a", 3200, 2, 0.0), alone("a", 3200, 2, 1.0)]
+    simulation = Simulation([RoundRobin()], make_workers("both", 1), costs)
+    simulation.replay(iter(asked))
+    simulation.run()
+    again = simulation.outcomes[1]
+    assert (again.num_saved, again.num_loaded) == (3184, 0)
+    assert again.ttft_s == pytest.approx(16 * costs.prefill_token_s)
+    assert again.ended_at > again.began_at + costs.step_s
+
+
+def test_answers_of_one_token_have_no_time_per_token():
+    asked = [alone("a", 100, 1, 0.0), alone("b", 100, 1, 1.0), alone("c", 100, 9, 2.0)]
+    costs = SimulatedCosts()
+    found = summarize(outcomes_of(RoundRobin(), asked, costs), 2.0, 0.1)
+    assert found.tpot_s.p50 == pytest.approx(costs.step_takes_s(1))
+    assert found.num_good == 3
+    assert summarize(outcomes_of(RoundRobin(), asked[:1], costs), 2.0, 0.1).tpot_s.p99 == 0.0

@@ -56,6 +56,19 @@ def test_the_lines_of_the_runs_are_found(num_workers):
         assert line.fixed_s + line.each_s * size == pytest.approx(STEP[0] + STEP[1] * size, rel=0.1)
 
 
+def test_a_warm_up_is_no_part_of_the_load():
+    """Its times begin at 0, too: it would seem to be under way beside what is measured."""
+    reports = []
+    for report in (serve(100), serve(2000), serve(10, 8)):
+        warm_up = tuple(
+            msgspec.structs.replace(each, phase="warm-up") for each in report.records[:8]
+        )
+        reports.append(msgspec.structs.replace(report, records=(*warm_up, *report.records)))
+    assert fit_costs(reports, 1, None) == fit_costs(
+        [serve(100), serve(2000), serve(10, 8)], 1, None
+    )
+
+
 def test_a_gateway_predicts_by_the_file(tmp_path, capsys):
     out, reports = tmp_path / "costs.json", [serve(100), serve(2000), serve(10, 8)]
     links = ["--link", f"same_rack={LINK}", "--kv-of", "demo"]

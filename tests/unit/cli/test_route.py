@@ -14,6 +14,7 @@ from baton.cli.main import run
 from baton.errors import ConfigError
 from baton.ops.route import print_explanation
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
+from baton.sim.router.costs import SimulatedCosts
 
 SMALL = ("--requests", "40", "--workers", "2", "--concurrency", "4")
 
@@ -117,6 +118,24 @@ def test_options_of_policies_are_the_configurations(capsys):
     assert options == {"ttft_s": 1.5, "tpot_s": 0.1, "objective": "throughput"}
 
 
+def test_limits_of_good_requests_are_those_of_the_policy(capsys):
+    """As the command line has them, else as configured, else its defaults."""
+    setting = ("--set", "router.options.cost.ttft_s=0.001")
+    arguments = (*SMALL, "--policy", "cost", "--policy", "round_robin", "--json")
+    found = {}
+    for name, given in {
+        "usual": (),
+        "configured": setting,
+        "both": (*setting, "--ttft-s", "1.5"),
+    }.items():
+        report = json.loads(replay(capsys, *arguments, *given)[1])
+        cost, turns = report["policies"]
+        assert cost["options"]["ttft_s"] == report["ttft_s"]
+        assert turns["options"] == {}
+        found[name] = report["ttft_s"], turns["summary"]["num_good"]
+    assert found == {"usual": (2.0, 40), "configured": (0.001, 0), "both": (1.5, 40)}
+
+
 def test_costs_are_those_that_a_gateway_has_learned(capsys, tmp_path):
     def worker(prefill, step):
         def line(fixed, each, num_seen):
@@ -140,6 +159,19 @@ def test_costs_are_those_that_a_gateway_has_learned(capsys, tmp_path):
     assert costs["prefill_token_s"] == pytest.approx(2e-4)
     assert (costs["step_s"], costs["step_answer_s"]) == pytest.approx((0.03, 0.002))
     assert costs["handoff_s"] == 0.5
+    assert (costs["prefill_context_s"], costs["load_s"]) == (0.0, SimulatedCosts().load_s)
+    for at, bend in enumerate((1e-4, 2e-4)):
+        given = shown["workers"][at]["given"]
+        given["prefill"]["bend"] = bend
+        given["load"] = {**given["step"], "fixed_s": 0.002, "each_s": 1e-5}
+        num_blocks = 1000 * (at + 1)
+        shown["workers"][at]["load"] = {"num_blocks": num_blocks, "block_size": 16}
+    file.write_text(json.dumps(shown))
+    _, out, _ = replay(capsys, *SMALL, "--costs", str(file), "--json")
+    costs = json.loads(out)["costs"]
+    assert costs["prefill_context_s"] == pytest.approx((1e-4 * 1e-4 + 3e-4 * 2e-4) / 2)
+    assert (costs["load_s"], costs["load_token_s"]) == pytest.approx((0.002, 1e-5))
+    assert costs["kv_tokens"] == 24_000
     file = tmp_path / "costs.toml"
     file.write_text("step_s = 0.5\n")
     _, out, _ = replay(capsys, *SMALL, "--costs", str(file), "--json")
@@ -157,6 +189,14 @@ def test_costs_are_those_that_a_gateway_has_learned(capsys, tmp_path):
         (["--workers", "0"], "--workers: 0"),
         (["--rate", "1", "--concurrency", "1"], "give one"),
         (["--rate", "0"], "--rate: a number above 0"),
+        (["--pause", "nan"], "--pause: a number of seconds"),
+        (["--pause", "inf"], "--pause: a number of seconds"),
+        (["--prefixes", "3"], "--workload multi-turn has no use for --prefixes"),
+        (["--workload", "shared-prefix", "--turns", "3"], "has no use for --turns"),
+        (["--speed", "2"], "--speed: only for a trace"),
+        (["--divide-lengths", "2", "--max-broken", "2%"], "--divide-lengths, --max-broken: only"),
+        (["no-such-file", "--turns", "3"], "--turns: only without a trace"),
+        (["no-such-file", "--speed", "nan"], "--speed: above 0"),
         (["--ttft-s", "nan"], "--ttft-s: a number above 0"),
         (["--cost", "step"], "NAME=NUMBER"),
         (["--cost", "step=1"], "there are prefill_s"),
@@ -206,7 +246,8 @@ def test_explain_needs_one_request_and_a_gateway(capsys, arguments, reason):
     assert reason in capsys.readouterr().err
 
 
-def test_explain_without_a_gateway(capsys, tmp_path):
+def test_explain_without_a_gateway(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "a-key\n")  # as a file has it
     body = tmp_path / "body.json"
     body.write_text("{}")
     assert run(["route", "explain", str(body), "--gateway", "http://127.0.0.1:1"]) == 1

@@ -120,6 +120,18 @@ def test_a_far_link_that_is_faster_is_no_reason_to_move_apart():
     assert shares(planned) == {"same_host": 1.0}
 
 
+def test_a_link_is_as_busy_as_the_worker_makes_it_that_uses_it():
+    """Nine prefill workers stay on their hosts; all of the tenth one's KV crosses zones."""
+    hosts = [host(f"h{at}", f"r{at}") for at in range(9)]
+    hosts += [host("far", "r9", "z2", gpus=1.0), host("one", "r10", gpus=1.0)]
+    planned = plan(hosts, needs(10, 10), kv=ExpectedKV("m", 1.0, 1000, 3e9))
+    assert shares(planned) == {"same_host": pytest.approx(0.9), "cross_zone": pytest.approx(0.1)}
+    busy = {each.distance: each.busy for each in planned.traffic}
+    assert busy["cross_zone"] == pytest.approx(1.0), "0.3 GB/s of one worker, on a link as fast"
+    assert busy["same_host"] == pytest.approx(0.3 / 8)
+    assert busy["same_rack"] == busy["same_zone"] == 0.0
+
+
 def test_the_kv_of_a_shipped_model():
     found = expect_kv(FleetSection(requests_per_s=2.0, prompt_tokens=1024), "llama-3.1-8b")
     assert found.bytes_per_s == 2 * 1024 * 131072
@@ -134,7 +146,7 @@ def test_what_is_printed():
     assert "no host has more than half" in text
     assert text.splitlines()[1].split() == ["prefill-0", "z1/r1/h1", "decode-0", "(same_host)"]
     assert "decode-0 (same_rack)" in text
-    assert "note: links of same_rack would be busy for 100% of the time" in text
+    assert "note: links of same_rack would be busy for 200% of the time" in text
 
 
 @pytest.mark.parametrize("path", ["", "a/b", "a/b/", "a/b/c/d"])

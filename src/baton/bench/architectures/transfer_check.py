@@ -98,8 +98,9 @@ class RequestIds:
 
     @property
     def given(self) -> list[str]:
-        """All ids that were given, at most `MOST_TRACES`."""
-        return [f"{self.prefix}-{i}" for i in range(min(self.num_given, MOST_TRACES))]
+        """The ids that were given, of at most `MOST_TRACES` the latest: a gateway has these."""
+        first = max(0, self.num_given - MOST_TRACES)
+        return [f"{self.prefix}-{i}" for i in range(first, self.num_given)]
 
 
 async def fetch_traces(
@@ -124,8 +125,12 @@ async def fetch_traces(
 
 
 def prove(traces: Sequence[FetchedTrace | None], num_answered: int) -> Proof:
-    """Compare the tokens that decode received and needed. `num_answered`: by the client's count."""
+    """Compare the tokens that decode received and needed. `num_answered`: by the client's count.
+
+    Of more requests than there are `traces`, only so many are looked at.
+    """
     answered = _answered(traces)
+    num_answered = min(num_answered, len(traces))
     lacking = [summary for summary in answered if not _is_handed_over(summary)]
     modes = Counter(summary.mode or "none" for summary in answered)
     transports = Counter(s.transport for s in answered if s.transport is not None)

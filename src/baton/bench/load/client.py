@@ -223,7 +223,7 @@ class Client:
         async with self.session.post(url, data=prepared.body, headers=headers) as response:
             found.status = response.status
             if response.status != OK:
-                body = await response.content.read(MAX_ERROR_BYTES)
+                body = await read_body(response, MAX_ERROR_BYTES)
                 found.failure = Failure("refused", f"HTTP {response.status}: {read_error(body)}")
                 return
             parser = EventParser()
@@ -234,3 +234,11 @@ class Client:
                 for event in parser.feed(data):
                     found.answer.push(event, now)
         found.failure = found.answer.end()
+
+
+async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The first `most` bytes; one read alone has what has arrived by then."""
+    body = b""
+    while len(body) < most and (part := await response.content.read(most - len(body))):
+        body += part
+    return body

@@ -25,7 +25,7 @@ Phase = Literal["warm-up", "measured"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request. All times in seconds since the run's beginning.
+    """One request. All times in seconds since its phase began: the warm-up has a clock of its own.
 
     `scheduled_s`: its scheduled time (None: no schedule). `held_s`: how long it then waited because
     `max_in_flight` was reached. `token_s`: when each chunk with tokens arrived. `ended_s`: when the
@@ -136,9 +136,18 @@ class Slo(msgspec.Struct, frozen=True):
         )
         return all(most is None or (took or 0.0) <= most for most, took in pairs)
 
+    def is_missed(self, record: Record) -> bool:
+        """Whether a cut request had exceeded the bound of its first token, or of its end."""
+        ttft_s = record.e2e_s if record.ttft_s is None else record.ttft_s
+        pairs = ((self.ttft_s, ttft_s), (self.e2e_s, record.e2e_s))
+        return any(most is not None and took > most for most, took in pairs)
+
 
 class Goodput(msgspec.Struct, frozen=True):
-    """Requests within the SLO: their share of those that ended, and their rate."""
+    """Requests within the SLO: their rate, and their share of those that ended.
+
+    A cut request counts where it had missed the SLO already.
+    """
 
     slo: Slo
     share: float
@@ -220,7 +229,7 @@ def compute_figures(records: Sequence[Record], window_s: float, slo: Slo) -> Fig
         itl_s=spread([gap for record in complete for gap in record.itl_s]),
         e2e_s=spread([record.e2e_s for record in complete]),
         held_s=spread(held) if max(held, default=0.0) >= SHOWN_HELD_S else None,
-        goodput=None if slo.is_empty else _compute_goodput(complete, failed, slo, window_s),
+        goodput=None if slo.is_empty else _compute_goodput(measured, slo, window_s),
     )
 
 
@@ -269,11 +278,9 @@ def parse_slo(bounds: Sequence[str]) -> Slo:
     return Slo(found.get("ttft"), found.get("tpot"), found.get("e2e"))
 
 
-def _compute_goodput(
-    complete: Sequence[Record], failed: Sequence[Record], slo: Slo, window_s: float
-) -> Goodput:
-    good = [record for record in complete if slo.is_met(record)]
-    num_ended = len(complete) + len(failed)
+def _compute_goodput(measured: Sequence[Record], slo: Slo, window_s: float) -> Goodput:
+    good = [record for record in measured if slo.is_met(record)]
+    num_ended = sum(not record.is_cut or slo.is_missed(record) for record in measured)
     num_within = sum(record.ended_s <= window_s for record in good)
     return Goodput(slo, len(good) / max(1, num_ended), num_within / window_s)
 

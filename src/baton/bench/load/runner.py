@@ -188,9 +188,10 @@ class LoadRunner:
 
     async def run(self, workload: Workload, seed: int = 0) -> Outcome:
         """Run the workload to its end; no request is in flight afterwards."""
-        conversations = limit_requests(workload.generate(), self._plan.limits.num_requests)
+        conversations = workload.generate()
         warm_up = await self._warm_up(workload)
         settling = await self._settle(warm_up, conversations)
+        limited = limit_requests(conversations, self._plan.limits.num_requests)
         before = warm_up.records if settling is warm_up else [*warm_up.records, *settling.records]
         measured = self._open_sender("measured")
         watch = ClientMonitor(self._clock)
@@ -198,7 +199,7 @@ class LoadRunner:
         window_s = 0.0
         try:
             if not (settling.broken.is_set() or self._interrupt.is_set()):
-                sending = self._start(measured, conversations, seed)
+                sending = self._start(measured, limited, seed)
                 window_s = await self._go(measured, sending, self._plan.limits.duration_s)
         finally:
             await watch.stop()
@@ -302,6 +303,7 @@ async def open_loop(
 ) -> None:
     """Each conversation at its time, or when `max_in_flight` permits it."""
     room = None if max_in_flight is None else asyncio.Semaphore(max_in_flight)
+    free_s = 0.0  # those before it were held back until then
     async with asyncio.TaskGroup() as group:
         for number, (due_s, conversation) in enumerate(timed):
             first = sender.prepare(conversation.turns[0])
@@ -309,9 +311,11 @@ async def open_loop(
                 return
             held_s = 0.0
             if room is not None:
-                ready_s = sender.now_s()
+                ready_s, is_full = sender.now_s(), room.locked()
                 await room.acquire()
-                held_s = sender.now_s() - ready_s
+                now_s = sender.now_s()
+                held_s = now_s - ready_s + max(0.0, free_s - due_s)
+                free_s = now_s if is_full else free_s
             if not sender.is_open:
                 return
             due = Due(round(due_s, 6), held_s)

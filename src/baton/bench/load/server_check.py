@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import aiohttp
 import msgspec
 
-from baton.bench.load.client import BodyWriter, Client, Exchange, RequestStyle
+from baton.bench.load.client import BodyWriter, Client, Exchange, RequestStyle, read_body
 from baton.bench.workloads.requests import (
     Endpoint,
     GivenBody,
@@ -140,7 +140,7 @@ async def _list(client: Client) -> _Listing:
                     f"{url}: HTTP {response.status}: the server wants a key; put it into the "
                     "environment variable OPENAI_API_KEY (or name another: --api-key-env)"
                 )
-            body = await response.content.read(MAX_ANSWER_BYTES)
+            body = await read_body(response, MAX_ANSWER_BYTES)
             software = response.headers.get("Server")
     except (aiohttp.ClientError, TimeoutError, OSError) as exc:
         message = str(exc) or "no answer in time"
@@ -161,7 +161,7 @@ async def _read_version(client: Client) -> str | None:
         async with client.session.get(
             f"{client.target.base_url}/version", timeout=timeout
         ) as response:
-            body = await response.content.read(MAX_ANSWER_BYTES)
+            body = await read_body(response, MAX_ANSWER_BYTES)
         return msgspec.json.decode(body, type=VersionAnswer).version[:100]
     except (aiohttp.ClientError, TimeoutError, OSError, *UNDECODABLE):
         return None
@@ -191,7 +191,7 @@ def _check_context(model: ListedModel, workload: Workload) -> None:
     raise ConfigError(
         f"the workload does not fit: its largest request has {ask.num_prompt_tokens} tokens in and "
         f"{ask.num_output_tokens} out, and the context of {model.id} holds {model.max_model_len}; "
-        "ask for less (--input-len, --output-len)"
+        "ask for less (--input-len, --output-len; of a trace --divide-lengths)"
     )
 
 

@@ -17,11 +17,15 @@ MAX_FILE_BYTES: Final = 16 << 20
 
 
 class Line(msgspec.Struct, frozen=True):
-    """What is read of a learned cost in `/debug/workers`: `fixed_s + each_s * size`."""
+    """What is read of a learned cost in `/debug/workers`: `fixed_s + each_s * size`.
+
+    `bend`: what each token before it adds to a token of a prompt, as a share of `each_s`.
+    """
 
     fixed_s: float
     each_s: float
     num_seen: int
+    bend: float = 0.0
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -29,12 +33,21 @@ class Given(msgspec.Struct, frozen=True):
 
     prefill: Line
     step: Line
+    load: Line | None = None
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What is read of the load that a worker reports."""
+
+    num_blocks: int
+    block_size: int
 
 
 class ShownWorker(msgspec.Struct, frozen=True):
     """What is read of a worker."""
 
     given: Given | None = None
+    load: Room | None = None
 
 
 class ShownWorkers(msgspec.Struct, frozen=True):
@@ -95,16 +108,26 @@ def _learned(path: Path, shown: ShownWorkers) -> dict[str, object]:
     given = [each.given for each in shown.workers if each.given is not None]
     prefill = [each.prefill for each in given if each.prefill.num_seen]
     step = [each.step for each in given if each.step.num_seen]
+    load = [each.load for each in given if each.load is not None and each.load.num_seen]
+    rooms = [each.load for each in shown.workers if each.load is not None]
+    kv_tokens = [each.num_blocks * each.block_size for each in rooms]
     if not prefill or not step:
         raise ConfigError(
             f"--costs {path}: that gateway has learned nothing yet (streamed answers teach it)"
         )
-    return {
+    found: dict[str, object] = {
         "prefill_s": _mean([each.fixed_s for each in prefill]),
         "prefill_token_s": max(1e-9, _mean([each.each_s for each in prefill])),
+        "prefill_context_s": _mean([each.each_s * each.bend for each in prefill]),
         "step_s": max(1e-6, _mean([each.fixed_s for each in step])),
         "step_answer_s": _mean([each.each_s for each in step]),
     }
+    if kv_tokens:
+        found["kv_tokens"] = round(_mean(kv_tokens))
+    if load:
+        found["load_s"] = _mean([each.fixed_s for each in load])
+        found["load_token_s"] = _mean([each.each_s for each in load])
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Final
 
@@ -209,6 +210,9 @@ def _turns(conversation: int, shape: MultiTurn) -> tuple[Request, ...]:
 
 NAMES: Final = ("fixed", *PRESETS, "shared-prefix", "multi-turn")
 MAX_TOKENS: Final = 10_000_000
+REUSING: Final = ("--prefixes", "--prefix-len", "--turns", "--pause")
+UNUSED: Final = {"shared-prefix": ("--turns", "--pause"), "multi-turn": ("--prefixes",)}
+"""Flags of other workloads; without an entry: all that reuse something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,9 +233,8 @@ def choose_workload(name: str, options: WorkloadOptions) -> Workload:
     Raises:
         ConfigError: the name is unknown, or a number is out of bounds.
     """
-    _check(options)
+    _check(name, options)
     if name in PRESETS or name == "fixed":
-        _refuse_reuse(name, options)
         return fixed_lengths(_lengths(options, PRESETS.get(name, PRESETS["balanced"])), name)
     if name == "shared-prefix":
         return shared_prefix(
@@ -260,8 +263,8 @@ def _lengths(options: WorkloadOptions, default: Lengths) -> Lengths:
     )
 
 
-def _check(options: WorkloadOptions) -> None:
-    given = {
+def _check(name: str, options: WorkloadOptions) -> None:
+    given: dict[str, float | None] = {
         "--input-len": options.num_input_tokens,
         "--output-len": options.num_output_tokens,
         "--prefixes": options.num_prefixes,
@@ -271,14 +274,9 @@ def _check(options: WorkloadOptions) -> None:
     for flag, number in given.items():
         if number is not None and not 1 <= number <= MAX_TOKENS:
             raise ConfigError(f"{flag}: {number} is not in [1, {MAX_TOKENS}]")
-    if options.pause_s is not None and options.pause_s < 0:
-        raise ConfigError("--pause: not below 0")
-
-
-def _refuse_reuse(name: str, options: WorkloadOptions) -> None:
-    given = (options.num_prefixes, options.num_prefix_tokens, options.num_turns, options.pause_s)
-    if any(each is not None for each in given):
-        raise ConfigError(
-            f"--workload {name} shares nothing: --prefixes, --prefix-len, --turns and --pause are "
-            "for shared-prefix and multi-turn"
-        )
+    if options.pause_s is not None and not 0 <= options.pause_s < inf:
+        raise ConfigError("--pause: a number of seconds, not below 0")
+    given |= {"--pause": options.pause_s}
+    unused = [flag for flag in UNUSED.get(name, REUSING) if given[flag] is not None]
+    if unused:
+        raise ConfigError(f"--workload {name} has no use for {', '.join(unused)}")

@@ -58,9 +58,9 @@ class Percentiles(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """All requests of a run. `num_good` were within the limits.
 
-    `loaded_requests` loaded some of their prompt, from a store or another worker. `decisions`: how
-    many were served by one worker, and how many were handed over. `prefills` and `answers` count
-    by worker.
+    `tpot_s` is of answers of two tokens or more, 0 where there are none. `loaded_requests` loaded
+    some of their prompt, from a store or another worker. `decisions`: how many were served by one
+    worker, and how many were handed over. `prefills` and `answers` count by worker.
     """
 
     num_requests: int
@@ -88,7 +88,7 @@ def summarize(
         seconds=round(seconds, 3),
         requests_per_s=round(len(outcomes) / seconds, 4) if seconds else 0.0,
         ttft_s=Percentiles.of([each.ttft_s for each in outcomes]),
-        tpot_s=Percentiles.of([each.tpot_s for each in outcomes]),
+        tpot_s=Percentiles.of([each.tpot_s for each in outcomes if each.tpot_s] or [0.0]),
         num_good=sum(each.is_good(ttft_s, tpot_s, itl_s) for each in outcomes),
         prompt_tokens=sum(each.num_tokens for each in outcomes),
         saved_tokens=sum(each.num_saved for each in outcomes),

@@ -136,11 +136,12 @@ class SimulatedWorker:
         self._num_steps = self._num_joined = 0
         self._step_ends = array("d")
         self._is_busy = self._is_stepping = self._was_chunk = False
+        self._lacks_blocks = False
 
     def compute(self, job: Job) -> None:
         """A prompt to compute here, or to load as far as the store has it."""
         self._report_expected(job)
-        if not self._start_load(job):
+        if self._lacks_blocks or not self._start_load(job):
             self._prompts.append(job)
         self.wake()
 
@@ -152,6 +153,8 @@ class SimulatedWorker:
         names = job.names[: self.count_findable(job)]
         num_stored, num_cached = store.count_stored(names), self.cache.count_cached(names)
         num_tokens = (num_stored - num_cached) * costs.block_size
+        if num_tokens <= 0:
+            return False
         takes_s = costs.load_takes_s(num_tokens)
         computed_s = costs.prefill_takes_s(num_tokens, num_cached * costs.block_size)
         if takes_s >= computed_s - costs.prefill_s or not self._reserve_to_compute(job):
@@ -226,25 +229,34 @@ class SimulatedWorker:
             self._landed.clear()
         while self._prompts and self._start_load(self._prompts[0]):
             self._prompts.popleft()
+            self._lacks_blocks = False
         is_turn = not (self._was_chunk and self._ends)
-        if self._prompts and is_turn and self._may_compute(self._prompts[0]):
-            takes_s = min(self._prompts[0].chunk_s, self._prompts[0].left_s)
+        job = self._find_computable() if is_turn else None
+        if job is not None:
+            takes_s = min(job.chunk_s, job.left_s)
             self._is_busy = self._was_chunk = True
             seen_s = self._processors.begin(takes_s)
-            self._timeline.after(seen_s, lambda: self._end_chunk(takes_s))
+            self._timeline.after(seen_s, lambda: self._end_chunk(job, takes_s))
         elif self._ends:
             takes_s = self._costs.step_takes_s(len(self._ends))
             self._is_busy, self._is_stepping, self._was_chunk = True, True, False
             self._timeline.after(self._processors.begin(takes_s), self._end_step)
 
-    def _may_compute(self, job: Job) -> bool:
-        """Whether it has its blocks, or gets them now."""
-        if job.kv is not None:
-            return True
-        if not self._reserve_to_compute(job):
-            return False
-        self._begin(job)
-        return True
+    def _find_computable(self) -> Job | None:
+        """The oldest prompt, if it has its blocks or gets them now; else one that has loaded.
+
+        A younger one may have been loaded into blocks that the oldest waits for. While it does, no
+        further ones are loaded: it would wait without limit.
+        """
+        if not self._prompts:
+            return None
+        oldest = self._prompts[0]
+        if oldest.kv is None:
+            self._lacks_blocks = not self._reserve_to_compute(oldest)
+            if not self._lacks_blocks:
+                self._begin(oldest)
+        waiting = self._prompts if self._store is not None else (oldest,)
+        return next((job for job in waiting if job.kv is not None), None)
 
     def _reserve_to_compute(self, job: Job) -> bool:
         turn, placement = job.turn, job.placement
@@ -279,13 +291,12 @@ class SimulatedWorker:
         """Blocks that may come from the cache: the last token is computed in any case."""
         return (job.turn.num_prompt_tokens - 1) // self._costs.block_size
 
-    def _end_chunk(self, took_s: float) -> None:
+    def _end_chunk(self, job: Job, took_s: float) -> None:
         self._is_busy = False
         self._processors.end()
-        job = self._prompts[0]
         job.left_s -= took_s
         if job.left_s < ALMOST_NOTHING_S:
-            self._prompts.popleft()
+            self._prompts.remove(job)
             num_cached = 0 if job.kv is None else job.kv.num_cached
             self.store(job, job.names, job.token_ids, num_cached)
             job.running.prefilled(self._timeline.now)

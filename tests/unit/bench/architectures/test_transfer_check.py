@@ -1,7 +1,13 @@
 import msgspec
 import pytest
 
-from baton.bench.architectures.transfer_check import FetchedTrace, RequestIds, measure_stages, prove
+from baton.bench.architectures.transfer_check import (
+    MOST_TRACES,
+    FetchedTrace,
+    RequestIds,
+    measure_stages,
+    prove,
+)
 from baton.telemetry.trace import TraceSummary
 
 
@@ -92,3 +98,13 @@ def test_names_are_counted():
     names = RequestIds("1P1D-1-c1")
     assert [next(names), next(names)] == ["1P1D-1-c1-0", "1P1D-1-c1-1"]
     assert names.given == ["1P1D-1-c1-0", "1P1D-1-c1-1"]
+
+
+def test_of_more_requests_than_a_gateway_remembers_the_latest_prove_it():
+    names = RequestIds("a")
+    for _ in range(MOST_TRACES + 3):
+        next(names)
+    assert (names.given[0], names.given[-1]) == ("a-3", f"a-{MOST_TRACES + 2}")
+    proof = prove([make_trace()] * 5, 8)
+    assert (proof.is_proved, proof.num_requests) == (True, 5)
+    assert prove([*[make_trace()] * 4, None], 8).problem == "1 of 5 left no trace"

@@ -68,6 +68,21 @@ def test_goodput_counts_failures_as_bad():
     assert figures.goodput.requests_per_s == 0.25
 
 
+def test_a_cut_request_that_had_missed_the_slo_is_not_good():
+    """A server that hangs has no failures where the drain is shorter than the timeout."""
+    silent, talking = cut(token_s=(), ended_s=5.0), cut(token_s=(0.5,), ended_s=5.0)
+    records = [whole(token_s=(0.5, 0.6, 0.7)), silent, talking]
+    for slo, share in (
+        (Slo(ttft_s=1.0), 1 / 2),
+        (Slo(ttft_s=6.0), 1.0),
+        (Slo(e2e_s=4.0), 1 / 3),
+        (Slo(tpot_s=0.1), 1.0),
+    ):
+        goodput = compute_figures(records, 4.0, slo).goodput
+        assert goodput.share == pytest.approx(share)
+        assert goodput.requests_per_s == 0.25
+
+
 def test_a_bound_is_met_at_its_value_and_by_a_tpot_that_does_not_exist():
     one = whole(token_s=(1.0,), num_output=1)
     assert one.tpot_s is None
