@@ -288,17 +288,21 @@ class ResponseForwarder:
         if self._decode.protocol == "vllm" and (error := first_error(event)) is not None:
             raise WorkerFailedError(f"{self._decode.id} answered {error.status}", answer=error)
 
+    def _raise_if_refused(self, status: int, body: bytes) -> None:
+        if status == CONFLICT and read_error(body).code == STALE_TICKET:
+            raise StaleTicketError(self._decode.ref)
+        if status in REFUSALS:
+            detail = read_error(body).message
+            raise TicketRefusedError(f"{self._decode.id} answered {status}: {detail}")
+        if status == GATEWAY_TIMEOUT and self._is_nearly_over():
+            raise DeadlineError(f"{self._decode.id} answered 504 ({read_error(body)})")
+
     async def _forward_whole(self, response: Answer) -> None:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""
         context = self._context
         body = await response.read_whole(self._services.options.max_answer_bytes)
-        if response.status == CONFLICT and read_error(body).code == STALE_TICKET:
-            raise StaleTicketError(self._decode.ref)
-        if response.status in REFUSALS:
-            detail = read_error(body).message
-            raise TicketRefusedError(f"{self._decode.id} answered {response.status}: {detail}")
-        if response.status == GATEWAY_TIMEOUT and self._is_nearly_over():
-            raise DeadlineError(f"{self._decode.id} answered 504 ({read_error(body)})")
+        if response.status >= CLIENT_ERROR:
+            self._raise_if_refused(response.status, body)
         headers = _forwarded_headers(response)
         if context.status is not None:
             raise UpstreamError(f"{self._decode.id} answered {response.status} to a second attempt")
