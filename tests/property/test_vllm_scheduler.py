@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections import deque
 from copy import copy
 from dataclasses import dataclass
@@ -556,6 +557,6 @@ def test_vllms_scheduler_and_the_connector_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
-    # It would change the logging of all tests behind this one.
-    monkeypatch.setattr("baton.engines.vllm.connector.join_logging", lambda: None)
+    # It would change the logging of all tests behind this one. (The class imports the module.)
+    monkeypatch.setattr(sys.modules[connector.BatonConnector.__module__], "join_logging", int)
     World(seed, tmp_path).run()
