@@ -9,6 +9,8 @@ import pytest
 from baton.engines.vllm.resumed_streams import CARRIED_ON, find_obstacle
 from tests.lazy_modules import LazyModule, skip_without_vllm
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+
 skip_without_vllm()
 
 sampling_params = LazyModule("vllm.sampling_params")
