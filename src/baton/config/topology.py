@@ -94,7 +94,7 @@ def _find_processor(environment: Mapping[str, str], cores: Collection[int]) -> s
     given = [name for variable in _GPU_VARIABLES if (name := environment.get(variable, ""))]
     if given:
         return next((name for name in given if _GPU.fullmatch(name)), "")
-    return "".join(f"core-{core}" for core in cores) if len(cores) == 1 else ""
+    return f"core-{next(iter(cores))}" if len(cores) == 1 else ""
 
 
 def _check(name: str, source: str) -> None:
