@@ -1,4 +1,4 @@
-"""Each attack against real processes: memory stays, others are served, it is logged and counted."""
+"""A port scan, and attacks on real processes: others are served, it is logged and counted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.abuse.attacks import ATTACKS, Attack
 from tests.abuse.victims import HonestClient, Victims, running_victims, until_memory_is_back
+from tests.port_scan import check_refusals, find_listeners
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +22,16 @@ COUNTED_WITHIN_S = 20.0
 def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
     with running_victims(tmp_path_factory.mktemp("logs")) as running:
         yield running
+
+
+def test_strangers_are_refused_at_every_listener(victims: Victims) -> None:
+    """A port scan of a fleet that runs."""
+    listeners = find_listeners(*victims.workers)
+    # HTTP, handoffs and pages of both, and the sockets of `shared`.
+    assert len(listeners) == 8, listeners
+    check_refusals(listeners)
+    (gateway,) = find_listeners(victims.gateway)
+    assert gateway.address == victims.addresses.gateway_port
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)

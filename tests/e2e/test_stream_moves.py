@@ -352,7 +352,8 @@ async def begin_move(
     session: aiohttp.ClientSession, workers: Workers, target: FleetProcess
 ) -> tuple[FleetProcess, FleetProcess, StreamClient, asyncio.Task[StreamedAnswer]]:
     """A stream that is being moved from a worker that drains: the other one does not answer."""
-    (source,) = await asyncio.to_thread(workers.start, 1)
+    # On a busy machine a stream lasts longer than a drain does by default.
+    (source,) = await asyncio.to_thread(workers.start, 1, **{"worker.drain_timeout_s": 110.0})
     settings = {"gateway.probe_timeout_s": 60.0}  # a worker that is stopped can be chosen
     gateway = await asyncio.to_thread(workers.start_gateway, [source, target], **settings)
     client, asking = await begin_at(session, gateway, source, target)

@@ -102,12 +102,13 @@ def until_gone(pids, timeout_s=5):
     return [pid for pid in pids if not is_gone(pid)]
 
 
-def refused(runtime, *arguments, start=start_command):
-    """What a worker writes that does not start."""
-    with worker(runtime, *arguments, start=start) as process:
+def refused(runtime, *arguments, is_loaded=False):
+    """What a worker writes that does not start, and has not begun with vLLM unless `is_loaded`."""
+    with worker(runtime, *arguments, start=start_preloaded_vllm) as process:
         said = process.stdout.read()
         assert process.wait(timeout=60) == 2
     assert b"ready" not in said
+    assert (b"importing vLLM" in said) is is_loaded
     message = (runtime / "stderr").read_text("utf-8")
     assert "Traceback" not in message
     return message
@@ -135,7 +136,7 @@ def test_a_taken_port_is_said_before_anything_loads(runtime):
 
 def test_a_flag_that_vllm_does_not_know_is_said_by_vllm(runtime):
     warp = 'engine.arguments=["--warp-speed"]'
-    said = refused(runtime, "--set", warp, start=start_preloaded_vllm)
+    said = refused(runtime, "--set", warp, is_loaded=True)
     assert "unrecognized arguments: --warp-speed" in said
 
 

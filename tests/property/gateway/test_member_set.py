@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from yarl import URL
@@ -147,6 +148,7 @@ class Lists(RuleBasedStateMachine):
 
 
 TestLists = Lists.TestCase
+TestLists.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_a_drain_that_a_worker_reports_is_kept_when_it_is_listed_again():

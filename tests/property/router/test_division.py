@@ -24,7 +24,7 @@ from baton.sim.router.simulation import Simulation
 from tests.property.router.division_world import COSTS, World, replicas, split
 
 
-def goodput(policy, views, case, until_s=240.0, since_s=120.0, itl_s=None):
+def goodput(policy, views, case, until_s=160.0, since_s=80.0, itl_s=None):
     num_tokens, num_answer_tokens, num_clients, ttft_s, tpot_s = case
     world = World(policy, views, num_tokens, num_answer_tokens, itl_s=itl_s)
     world.run(num_clients, until_s)
@@ -49,7 +49,7 @@ def test_it_is_as_good_as_the_better_of_replicas_and_the_best_split(case, num_wo
     num_tokens, num_answer_tokens, num_clients, ttft_s, tpot_s = case
     case = num_tokens, num_answer_tokens, num_clients * num_workers // 2, ttft_s, tpot_s
     fixed = [  # what learns nothing is settled early
-        goodput(RoundRobin(), views, case, until_s=120.0, since_s=30.0)
+        goodput(RoundRobin(), views, case, until_s=60.0, since_s=20.0)
         for views in (
             replicas(num_workers),
             *(split(num, num_workers - num) for num in range(1, num_workers)),

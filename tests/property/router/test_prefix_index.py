@@ -72,7 +72,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.num_blocks == 0, "blocks that no worker holds were kept"
 
 
-IndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+IndexMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestIndex = IndexMachine.TestCase
 
 

@@ -23,11 +23,11 @@ def draw(seed: int = 0, index: int = 0, banned: tuple[int, ...] = (), **params: 
     return Draw(SamplingParams(**{"max_tokens": 9, **params}), seed, index, banned)
 
 
-def shares(**params: object) -> dict[int, float]:
+def shares(num_draws: int = NUM_DRAWS, **params: object) -> dict[int, float]:
     """How often each token is drawn from `ODDS`."""
-    draws = [draw(seed=17, index=i, **params) for i in range(NUM_DRAWS)]
-    counts = Counter(s.token_id for s in sample(ODDS.log().expand(NUM_DRAWS, -1), draws))
-    return {token: count / NUM_DRAWS for token, count in sorted(counts.items())}
+    draws = [draw(seed=17, index=i, **params) for i in range(num_draws)]
+    counts = Counter(s.token_id for s in sample(ODDS.log().expand(num_draws, -1), draws))
+    return {token: count / num_draws for token, count in sorted(counts.items())}
 
 
 def test_greedy_takes_the_first_of_the_likeliest() -> None:
@@ -51,8 +51,8 @@ def test_top_k_keeps_the_likeliest() -> None:
 
 def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert shares(top_p=0.75) == pytest.approx({0: 0.625, 1: 0.375}, abs=0.03)
-    assert shares(top_p=0.4) == {0: 1.0}
-    assert shares(top_p=0.0) == {0: 1.0}
+    assert shares(200, top_p=0.4) == {0: 1.0}
+    assert shares(200, top_p=0.0) == {0: 1.0}
 
 
 def test_banned_tokens_are_never_chosen() -> None:

@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from baton.net.channel import AHEAD_BYTES, ReadAhead
 
+DATA = bytes(i * 7 % 251 for i in range(4 * AHEAD_BYTES))
+
 
 class Kernel:
     """Gives what it has to the first buffers, and counts how often it was asked."""
@@ -47,8 +49,7 @@ def test_what_is_looked_at_stays_until_it_is_skipped():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * AHEAD_BYTES)), max_size=12))
 def test_every_byte_is_given_once_and_in_order(asked):
-    data = bytes(i * 7 % 251 for i in range(4 * AHEAD_BYTES))
-    kernel, ahead, given_out = Kernel(data), ReadAhead(), b""
+    kernel, ahead, given_out = Kernel(DATA), ReadAhead(), b""
     for is_header, num_bytes in asked:
         if is_header:
             given_out += ahead.take(num_bytes, kernel.receive) or b""
@@ -56,6 +57,6 @@ def test_every_byte_is_given_once_and_in_order(asked):
             halves = [memoryview(bytearray(num_bytes // 2)), memoryview(bytearray(num_bytes))]
             num_placed = ahead.place(halves, kernel.receive)
             given_out += (bytes(halves[0]) + bytes(halves[1]))[:num_placed]
-    assert data.startswith(given_out)
-    assert len(given_out) + len(kernel.data) <= len(data)
-    assert ahead.has_bytes == (len(given_out) + len(kernel.data) < len(data))
+    assert DATA.startswith(given_out)
+    assert len(given_out) + len(kernel.data) <= len(DATA)
+    assert ahead.has_bytes == (len(given_out) + len(kernel.data) < len(DATA))
