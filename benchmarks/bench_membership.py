@@ -132,12 +132,6 @@ class Simulation:
     silent_after_max_s: float = 0.0
     num_unnoticed: int = 0
 
-    @property
-    def total_share(self) -> float:
-        """All that was measured."""
-        direct = self.direct_share + self.heartbeat_share
-        return direct + self.relayed_share + self.exchange_share + self.sweep_share
-
 
 @dataclass
 class SimulatedWorker:

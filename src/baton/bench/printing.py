@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from math import floor, log10
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,6 @@ from baton.bench.architectures.verdict import format_change
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import TextIO
 
     from baton.bench.compare import Comparison
     from baton.bench.link.report import ReferenceRow, Row

@@ -4,7 +4,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -13,7 +13,6 @@ from baton.launch.fleet import DEFAULT_FLEET, FleetControl, FleetMember, FleetSt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
-    from typing import Any
 
 NUM_LINES = 100
 WIDE_COLUMNS = 160

@@ -18,10 +18,10 @@ from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError
 from baton.launch.plan import worker_positions
-from baton.launch.progress import open_display
+from baton.launch.progress import Display, open_display
 from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
 from baton.launch.ray.hosts import list_assignable
-from baton.launch.ray.plan import list_needs, plan_fleet, with_assignments
+from baton.launch.ray.plan import RayPlan, list_needs, plan_fleet, with_assignments
 from baton.planner.fleet_plan import split_path
 from baton.planner.fleet_printing import print_plan
 from baton.protocol.worker_http import Role
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
     from baton.launch.fleet import FleetMember
-    from baton.launch.progress import Display
-    from baton.launch.ray.plan import RayPlan
 
 
 def launch_on_ray(resolved: Resolved, fleet: str) -> int:

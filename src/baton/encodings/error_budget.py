@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from baton.encodings.interface import ENCODINGS, RAW
+from baton.encodings.interface import ENCODINGS, RAW, KVEncoding
 from baton.encodings.planes import NUMPY_DTYPES, find_planes, shape_numbers
 from baton.encodings.reference import make_reference_kv
 from baton.errors import ConfigError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from baton.encodings.interface import KVEncoding
     from baton.kv.layout import KVLayout
 
 logger = logging.getLogger(__name__)

@@ -14,13 +14,14 @@ step up. A group with a number that is not finite is NaN as a whole.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from baton.encodings.interface import Grouping, KVEncoding, NoOptions
 from baton.encodings.planes import (
     PlaneEncoding,
+    PlaneShape,
     pack_bfloat16,
     round_up_bfloat16,
     unpack_bfloat16,
@@ -28,11 +29,8 @@ from baton.encodings.planes import (
 from baton.registry import Plugin
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from numpy.typing import NDArray
 
-    from baton.encodings.planes import PlaneShape
 
 RUN_TOKENS: Final = 32
 MOST_CODE: Final = 15

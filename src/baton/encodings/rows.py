@@ -12,7 +12,7 @@ times the code's range is zero.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from baton.encodings.interface import KVEncoding, NoOptions
 from baton.encodings.planes import (
     PlaneEncoding,
+    PlaneShape,
     pack_bfloat16,
     round_up_bfloat16,
     unpack_bfloat16,
@@ -27,11 +28,8 @@ from baton.encodings.planes import (
 from baton.registry import Plugin
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from numpy.typing import NDArray
 
-    from baton.encodings.planes import PlaneShape
 
 SCALE_BYTES: Final = 2
 _TINY: Final = np.float32(2.0**-126)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final, Self, TypeAlias
 import msgspec
 
 from baton import __version__
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError, ModelNotFoundError
 from baton.gateway.asgi import JSON, send_error, send_whole
-from baton.gateway.dashboard.pages import is_dashboard
+from baton.gateway.dashboard.pages import Dashboard, is_dashboard
 from baton.gateway.errors import (
     ForbiddenError,
     MethodNotAllowedError,
@@ -38,7 +38,7 @@ from baton.gateway.openapi import (
     describe,
 )
 from baton.gateway.request import MAX_MODEL_CHARS
-from baton.gateway.workers import Pending
+from baton.gateway.workers import Pending, Workers
 from baton.protocol import worker_http
 from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.request_traces import REQUESTS_PATH
@@ -60,11 +60,9 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from baton.clock import Clock
     from baton.gateway.alerts.monitor import AlertMonitor
     from baton.gateway.clients import Clients
     from baton.gateway.completions import Completions
-    from baton.gateway.dashboard.pages import Dashboard
     from baton.gateway.debug import LinkList, WorkerList
     from baton.gateway.demand_page import DemandPage
     from baton.gateway.management_key import ManagementKey
@@ -74,7 +72,6 @@ if TYPE_CHECKING:
     from baton.gateway.request_pages import RequestPages
     from baton.gateway.route_explainer import RouteExplainer
     from baton.gateway.transfer_page import TransferPage
-    from baton.gateway.workers import Workers
 
 
 PREFILL_STARTUP_GRACE_S: Final = 15.0

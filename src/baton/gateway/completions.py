@@ -6,10 +6,10 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from baton.clock import Instant
+from baton.clock import Instant, UnixTime
 from baton.errors import BatonError, OverloadedError
-from baton.gateway.answer_plan import plan_answers
-from baton.gateway.asgi import BodyBudget, BodyLimit, read_body, send_error
+from baton.gateway.answer_plan import AnswerPlan, plan_answers
+from baton.gateway.asgi import BodyBudget, BodyLimit, HeldBody, read_body, send_error
 from baton.gateway.audit import AuditRecord
 from baton.gateway.errors import (
     CLIENT_ERROR,
@@ -35,7 +35,7 @@ from baton.gateway.request import (
     parse_body,
     request_id_from,
 )
-from baton.gateway.request_context import RequestContext, note_error
+from baton.gateway.request_context import RequestContext, Services, note_error
 from baton.gateway.request_proxy import RequestProxy
 from baton.gateway.several_answers import SeveralAnswers
 from baton.gateway.targets import NO_TARGETS, read_targets
@@ -49,11 +49,7 @@ from baton.telemetry.trace_context import begin_span, read_context
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from baton.clock import UnixTime
-    from baton.gateway.answer_plan import AnswerPlan
-    from baton.gateway.asgi import HeldBody
     from baton.gateway.clients import Client
-    from baton.gateway.request_context import Services
     from baton.gateway.request_traces import RequestHistory
 
 RELEASE_TIMEOUT_S: Final = 5.0

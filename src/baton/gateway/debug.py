@@ -9,9 +9,9 @@ import msgspec
 from yarl import URL
 
 from baton.events.blocks import DEFAULT_MEDIUM, FeedHealth
-from baton.gateway.kv_events import Followed, NotFollowed
+from baton.gateway.kv_events import Followed, Following, KVEvents, NotFollowed, Source
 from baton.gateway.members.member_set import CONFIGURED
-from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up
+from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up, Worker, Workers
 from baton.protocol.worker_http import KV_EVENTS_PREFIX, Role, WorkerLoad
 from baton.router.handoff_costs import CostSource
 from baton.router.health import HealthState
@@ -19,8 +19,6 @@ from baton.router.topology import Distance, complete
 
 if TYPE_CHECKING:
     from baton.clock import Clock
-    from baton.gateway.kv_events import Following, KVEvents, Source
-    from baton.gateway.workers import Worker, Workers
     from baton.router.learning import WorkerCost
     from baton.router.load import FleetLoad
     from baton.router.worker_prefixes import WorkerPrefixes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import UnsetType
 
-from baton.clock import Instant
+from baton.clock import Clock, Instant
 from baton.errors import UNDECODABLE, BatonError, ProtocolError
 from baton.gateway.errors import (
     UnusableWorkerError,
@@ -23,16 +23,14 @@ from baton.gateway.errors import (
     WorkerUnreachableError,
 )
 from baton.gateway.worker_discovery import Incarnation, LoadReader, WorkerDiscovery
-from baton.gateway.workers import NUM_AT_ONCE, Down, Preemption, Up
+from baton.gateway.workers import NUM_AT_ONCE, Down, Preemption, Up, Worker, Workers
 from baton.protocol.worker_http import HEALTH_PATH, MAX_REASON_CHARS, Health, Role
 from baton.router.health import EjectionCause, may_eject
 
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
-    from baton.clock import Clock
     from baton.gateway.options import GatewayOptions
     from baton.gateway.upstream import Upstream
-    from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch
     from baton.router.placement import Placement
 

@@ -9,28 +9,24 @@ from urllib.parse import urlsplit
 from msgspec import structs
 from yarl import URL
 
-from baton.clock import MachineClock
+from baton.clock import Clock, MachineClock
 from baton.config.cluster_key import is_loopback, is_wildcard
-from baton.config.sections import AlertsSection, GatewaySection, TraceSection
+from baton.config.sections import AlertsSection, GatewaySection, Tls, TraceSection
 from baton.errors import ConfigError
 from baton.gateway.members.interface import NamedSource, SourceStatus, build_source
-from baton.gateway.targets import NO_TARGETS
+from baton.gateway.targets import NO_TARGETS, Targets
 from baton.protocol.alerts import AlertName
 from baton.protocol.announcements import require_https
 from baton.protocol.worker_http import Role
 from baton.router.health import HealthOptions
-from baton.router.placement import POLICIES, choose_policy, find_first_share
+from baton.router.placement import POLICIES, PlacementPolicy, choose_policy, find_first_share
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from baton.auth.credentials import Credentials
-    from baton.clock import Clock
-    from baton.config.sections import Tls
     from baton.gateway.members.announced import AnnouncedWorkers
-    from baton.gateway.targets import Targets
-    from baton.router.placement import PlacementPolicy
 
 ANNOUNCED = "announced"
 """The source of workers that needs `announce_port`."""

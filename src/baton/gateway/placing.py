@@ -6,11 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from baton.gateway.request import find_non_disaggregable_field, find_vllm_field
+from baton.gateway.request import CompletionBody, find_non_disaggregable_field, find_vllm_field
 from baton.protocol.engine_fields import unsupported
 
 if TYPE_CHECKING:
-    from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import Services
     from baton.gateway.workers import Workers
     from baton.router.fleet import Fleet

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from baton.auth.ticket import hash_tenant
 from baton.config.cluster_key import is_loopback
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-    from prometheus_client import CollectorRegistry
 
     from baton.clock import Clock
     from baton.gateway.request import CompletionBody

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
-from baton.auth.ticket import seal, write_unsigned
+from baton.auth.ticket import Ticket, seal, write_unsigned
 from baton.errors import UNDECODABLE, BatonError
 from baton.gateway.errors import OK, ErrorAnswer, KVLostError
 from baton.gateway.metrics import FallbackCause
-from baton.gateway.request import TICKET_FIELD, TRANSFER_FIELDS
-from baton.gateway.upstream import read_error
+from baton.gateway.request import TICKET_FIELD, TRANSFER_FIELDS, CompletionBody
+from baton.gateway.upstream import Upstream, read_error
 from baton.protocol.request_fields import Resume
 from baton.protocol.worker_http import (
     ErrorBody,
     ErrorDetail,
     FirstToken,
     PrefillReply,
+    WorkerProtocol,
     trace_path,
 )
 from baton.record import Record
@@ -29,11 +30,7 @@ if TYPE_CHECKING:
     from yarl import URL
 
     from baton.auth.credentials import Credentials
-    from baton.auth.ticket import Ticket
-    from baton.gateway.request import CompletionBody
-    from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker
-    from baton.protocol.worker_http import WorkerProtocol
     from baton.router.fleet import WorkerView
 
 

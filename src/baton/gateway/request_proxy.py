@@ -31,7 +31,7 @@ from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.placing import find_base, find_prompt, find_serving, find_sole_field
 from baton.gateway.prefill_request import Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies, write_ticket
-from baton.gateway.request import estimate_prompt_tokens, find_vllm_field
+from baton.gateway.request import CompletionBody, estimate_prompt_tokens, find_vllm_field
 from baton.gateway.response_forwarder import (
     EarlyFirstToken,
     ResponseForwarder,
@@ -39,10 +39,10 @@ from baton.gateway.response_forwarder import (
 )
 from baton.gateway.resumption import Resumption
 from baton.gateway.running_streams import REST_TOKENS, RunningStream
-from baton.ids import new_ticket_id
+from baton.ids import WorkerId, new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
-from baton.router.load import find_itl
+from baton.router.load import RunningRequest, find_itl
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 from baton.router.topology import name_distance
 from baton.telemetry.trace import Stamp
@@ -55,12 +55,9 @@ if TYPE_CHECKING:
 
     from baton.clock import Instant
     from baton.gateway.http_client import Answer
-    from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.standby import Standby
-    from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
-    from baton.router.load import RunningRequest
     from baton.router.prefixes import PromptMatch
 
 

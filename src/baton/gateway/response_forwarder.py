@@ -30,8 +30,8 @@ from baton.gateway.errors import (
     WorkerReportedError,
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
-from baton.gateway.request_context import note_error
-from baton.gateway.stream_record import ERROR_EVENT
+from baton.gateway.request_context import RequestContext, Services, note_error
+from baton.gateway.stream_record import ERROR_EVENT, StreamRecord
 from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import (
     FIRST_TOKEN_AGE_HEADER,
@@ -39,6 +39,7 @@ from baton.protocol.worker_http import (
     REQUEST_ID_HEADER,
     SEED_HEADER,
     TOKEN_IDS_HEADER,
+    FirstToken,
     first_token_path,
 )
 from baton.telemetry.trace import MOST_TOKEN_GAPS
@@ -50,12 +51,9 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.gateway.http_client import Answer
-    from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.resumption import Resumption
-    from baton.gateway.stream_record import StreamRecord
     from baton.gateway.workers import Worker
     from baton.net.http_exchange import HttpExchange
-    from baton.protocol.worker_http import FirstToken
     from baton.router.fleet import WorkerView
 
 

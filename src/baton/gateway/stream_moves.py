@@ -36,17 +36,17 @@ from baton.gateway.protocol_adapters import (
     read_prefill_result,
     write_ticket,
 )
-from baton.gateway.request_context import LOG_AGAIN_AFTER_S
-from baton.gateway.running_streams import REST_TOKENS
+from baton.gateway.request_context import LOG_AGAIN_AFTER_S, RequestContext, Services
+from baton.gateway.running_streams import REST_TOKENS, RunningStream
 from baton.gateway.standby import Standby, find_standby_worker
 from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
 from baton.gateway.workers import Draining
-from baton.ids import new_ticket_id
+from baton.ids import WorkerId, new_ticket_id
 from baton.protocol.worker_http import MOVE_HEADER
 from baton.router.cost import CostPolicy
 from baton.router.failover import EVERY_MODE
-from baton.router.fleet import Fleet, ModelWorkers
+from baton.router.fleet import Fleet, ModelWorkers, WorkerView
 from baton.router.placement import Placement, PlacementRequest
 from baton.router.rebalance import MoveCause, Rebalancer, WorkerPace
 from baton.router.room import LACKS_BLOCKS, LEAST_SEEN
@@ -56,11 +56,7 @@ from baton.telemetry.log_limit import LimitedLog
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.request_traces import RequestHistory
-    from baton.gateway.running_streams import RunningStream
-    from baton.ids import WorkerId
-    from baton.router.fleet import WorkerView
     from baton.router.load import FleetLoad
 
 LOOK_S: Final = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 
 from baton.gateway.errors import OK, SERVER_ERROR
 from baton.router.load import MIN_STREAMED, find_itl
@@ -13,8 +13,6 @@ from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from prometheus_client import CollectorRegistry
 
     from baton.clock import Instant
     from baton.gateway.request_context import RequestContext

@@ -24,18 +24,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from yarl import URL
 
-from baton.clock import read_clock_domain
+from baton.clock import Clock, Instant, read_clock_domain
 from baton.errors import UNDECODABLE, BatonError, ProtocolError
 from baton.gateway.errors import UnusableWorkerError, UpstreamError
-from baton.gateway.upstream import read_error
+from baton.gateway.upstream import Upstream, read_error
 from baton.gateway.worker_info import KV_ROLES, read_health, read_info, why_not_asked
-from baton.protocol.worker_http import HEALTH_PATH, INFO_PATH, ClockReading, WorkerInfo
+from baton.protocol.worker_http import HEALTH_PATH, INFO_PATH, ClockReading, Health, WorkerInfo
 
 if TYPE_CHECKING:
-    from baton.clock import Clock, Instant
-    from baton.gateway.upstream import Upstream
     from baton.gateway.workers import Worker
-    from baton.protocol.worker_http import Health
 
 PROBE_TIMEOUT_S: Final = 30.0
 """For one token: the first request of a vLLM server takes some seconds, and it may have others."""

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from baton.errors import BatonError, ProtocolError
 from baton.launch.control_messages import (
@@ -38,7 +38,6 @@ from baton.launch.errors import FleetError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
     from pathlib import Path
-    from typing import Any
 
     from baton.launch.folder import FleetFolder
     from baton.launch.operations import FleetOperations

@@ -6,7 +6,7 @@ Names, reasons and errors come from clients and workers: none of them may steer 
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +17,6 @@ from baton.telemetry.timeline import Lane, LayerTransfer, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import TextIO
 
     from baton.protocol.request_traces import RequestTrace
 

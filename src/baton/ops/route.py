@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 import msgspec
 from rich.console import Console
@@ -15,7 +15,6 @@ from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import TextIO
 
 ROUTE_PATH: Final = "/debug/route"
 SECONDS: Final = "_s"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from typing import TextIO
-
     from baton.planner.fleet_plan import FleetPlan, PlannedWorker
 
 WIDTH: Final = 100

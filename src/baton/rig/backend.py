@@ -127,13 +127,12 @@ class Backend:
         while not stop():
             select.select([stop.fd], [], [])
 
-    def call(self, name: str, payload: bytes) -> bytes:
+    def call(self, name: str) -> bytes:
         """Run an operation that only this backend has.
 
         Raises:
             ProtocolError: it has no such operation.
         """
-        del payload
         raise ProtocolError(f"this backend has no operation {name!r}")
 
     def close(self) -> None:
@@ -264,7 +263,6 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     """Run an operation that only this backend has → `Called`."""
 
     name: str
-    payload: Metadata = b""
 
 
 class Called(msgspec.Struct, frozen=True, tag="called"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -11,7 +11,6 @@ from baton.kv.copies import CopyGroup, PageCopies
 
 if TYPE_CHECKING:
     import random
-    from typing import Literal
 
     import numpy as np
     from numpy.typing import NDArray

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from typing import TextIO
-
     from baton.bench.replay.runner import PolicyReplay, ReplayReport
 
 WIDTH: Final = 200

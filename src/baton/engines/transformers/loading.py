@@ -17,14 +17,13 @@ from baton.engines.checkpoint import compute_fingerprint, find_weights, list_rop
 from baton.engines.transformers.attention import IMPLEMENTATION, Span, register
 from baton.engines.transformers.model_runner import PagedModel
 from baton.engines.transformers.pages import TORCH_DTYPES, allocate_pages
-from baton.engines.transformers.shape import check_layer_kinds, discover_shape
+from baton.engines.transformers.shape import ModelShape, check_layer_kinds, discover_shape
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.engines.transformers.options import TransformersOptions
-    from baton.engines.transformers.shape import ModelShape
     from baton.kv.layout import DType
 
 _log = logging.getLogger(__name__)

@@ -10,14 +10,13 @@ from baton.engines.interface import PrefillRequest
 from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
 from baton.engines.transformers.orders import make_load_order, make_lookup_order
 from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup, WorthAsking
-from baton.handoff.interface import EngineSteps, PrefixFound, PrefixStore
+from baton.handoff.interface import EngineSteps, LoadOrder, PrefixFound, PrefixStore
 from baton.protocol.worker_http import StoreLoads
 
 if TYPE_CHECKING:
     from baton.engines.transformers.pinned_blocks import KeptBlocks
     from baton.engines.transformers.scheduler import Plan
     from baton.engines.transformers.sequence import Sequence
-    from baton.handoff.interface import LoadOrder
     from baton.ids import TicketId
     from baton.telemetry.trace import RequestSpan
 

@@ -16,26 +16,24 @@ from baton.gateway.health_monitor import is_own_fault
 from baton.gateway.metrics import NO_MODE, NO_MODEL
 from baton.gateway.placing import find_base, find_prompt, find_serving
 from baton.gateway.request import (
+    CompletionBody,
     check_content_type,
     estimate_prompt_tokens,
     parse_body,
     request_id_from,
 )
-from baton.gateway.request_context import RequestContext
+from baton.gateway.request_context import RequestContext, Services
 from baton.gateway.targets import read_targets
 from baton.ids import Epoch
 from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, ModelWorkers
-from baton.router.placement import PlacementRequest, Unplaceable
+from baton.router.placement import Placement, PlacementRequest, Unplaceable
 from baton.telemetry.trace import RequestSpan
 
 if TYPE_CHECKING:
     from yarl import URL
 
-    from baton.gateway.request import CompletionBody
-    from baton.gateway.request_context import Services
     from baton.gateway.workers import Worker
-    from baton.router.placement import Placement
     from baton.router.prefixes import PromptMatch
 
 Headers = tuple[tuple[bytes, bytes], ...]

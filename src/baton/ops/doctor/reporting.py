@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +42,6 @@ from baton.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from typing import TextIO
 
     from baton.clock import Clock
     from baton.config.sections import Config, StoreSection

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -11,8 +11,6 @@ from rich.text import Text
 from baton.ops.top.tables import TopTable, describe_traffic, make_tables
 
 if TYPE_CHECKING:
-    from typing import TextIO
-
     from baton.ops.top.snapshot import FleetSnapshot
 
 FILE_COLUMNS: Final = 160

@@ -76,13 +76,7 @@ def make_tables(snapshot: FleetSnapshot, sort: int = 0) -> tuple[TopTable, ...]:
 
 
 def _alerts(snapshot: FleetSnapshot) -> TopTable:
-    columns = (
-        Column("state"),
-        Column("alert"),
-        Column("severity"),
-        Column("where"),
-        Column("what"),
-    )
+    columns = _texts("state", "alert", "severity", "where", "what")
     alerts = () if snapshot.alerts is None else snapshot.alerts.alerts
     rows = {
         str(place): (
@@ -102,17 +96,9 @@ WORKER_SORTS: Final = ("as listed", "load", "KV in use")
 
 def _workers(snapshot: FleetSnapshot, sort: int) -> TopTable:
     columns = (
-        Column("worker"),
-        Column("role"),
-        Column("state"),
-        Column("prefills", is_figure=True),
-        Column("decodes", is_figure=True),
-        Column("queued", is_figure=True),
-        Column("queue", is_figure=True),
-        Column("KV free", is_figure=True),
-        Column("share", is_figure=True),
-        Column("where"),
-        Column("reason"),
+        *_texts("worker", "role", "state"),
+        *_figures("prefills", "decodes", "queued", "queue", "KV free", "share"),
+        *_texts("where", "reason"),
     )
     workers = list(() if snapshot.workers is None else snapshot.workers.workers)
     order = _SORT_KEYS[sort % len(WORKER_SORTS)]
@@ -157,20 +143,10 @@ _SORT_KEYS: Final[tuple[Callable[[Worker], float] | None, ...]] = (None, _load_o
 
 def _handoffs(snapshot: FleetSnapshot) -> TopTable:
     columns = (
-        Column("prefill"),
-        Column("decode"),
-        Column("distance"),
-        Column("transport"),
-        Column("mode"),
-        Column("operation"),
-        Column("latest", is_figure=True),
-        Column("p50", is_figure=True),
-        Column("p99", is_figure=True),
-        Column("rate p50", is_figure=True),
-        Column("exposed p50", is_figure=True),
-        Column("lost", is_figure=True),
-        Column("in all", is_figure=True),
-        Column("mismatches", is_figure=True),
+        *_texts("prefill", "decode", "distance", "transport", "mode", "operation"),
+        *_figures(
+            "latest", "p50", "p99", "rate p50", "exposed p50", "lost", "in all", "mismatches"
+        ),
     )
     transfers = snapshot.transfers
     pairs = () if transfers is None else transfers.handoffs[:MAX_PAIRS]
@@ -210,12 +186,9 @@ def _pair_row(pair: PairHandoffs, lost_share: float | None) -> tuple[str, ...]:
 
 def _links(snapshot: FleetSnapshot) -> TopTable:
     columns = (
-        Column("from"),
-        Column("to"),
-        Column("transport"),
-        Column("latency", is_figure=True),
-        Column("bandwidth", is_figure=True),
-        Column("encoding"),
+        *_texts("from", "to", "transport"),
+        *_figures("latency", "bandwidth"),
+        *_texts("encoding"),
     )
     models = () if snapshot.links is None else snapshot.links.models
     links = [link for model in models for link in model.links][:MAX_LINKS]
@@ -236,15 +209,8 @@ def _link_row(link: Link) -> tuple[str, ...]:
 
 def _tiers(snapshot: FleetSnapshot) -> TopTable:
     columns = (
-        Column("tier"),
-        Column("workers", is_figure=True),
-        Column("used", is_figure=True),
-        Column("found", is_figure=True),
-        Column("missing", is_figure=True),
-        Column("hit rate", is_figure=True),
-        Column("in all", is_figure=True),
-        Column("read", is_figure=True),
-        Column("written", is_figure=True),
+        *_texts("tier"),
+        *_figures("workers", "used", "found", "missing", "hit rate", "in all", "read", "written"),
     )
     transfers = snapshot.transfers
     tiers = () if transfers is None else transfers.store.tiers
@@ -274,10 +240,9 @@ def _tier_row(tier: FleetTier) -> tuple[str, ...]:
 
 def _requests(snapshot: FleetSnapshot) -> TopTable:
     columns = (
-        Column("request"),
-        Column("status", is_figure=True),
-        Column("mode"),
-        Column("outcome"),
+        *_texts("request"),
+        *_figures("status"),
+        *_texts("mode", "outcome"),
     )
     requests = () if snapshot.requests is None else snapshot.requests.requests
     rows = {
@@ -290,6 +255,14 @@ def _requests(snapshot: FleetSnapshot) -> TopTable:
         for each in requests
     }
     return TopTable("latest requests", columns, rows, _note(snapshot, "/debug/requests", "none"))
+
+
+def _texts(*titles: str) -> tuple[Column, ...]:
+    return tuple(map(Column, titles))
+
+
+def _figures(*titles: str) -> tuple[Column, ...]:
+    return tuple(Column(title, is_figure=True) for title in titles)
 
 
 def _queue(snapshot: FleetSnapshot, traffic: Traffic) -> str:
