@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from baton.gateway.targets import Targets
 from baton.router.failover import MAX_ATTEMPTS
 from tests.integration.gateway_cluster import MODEL, Cluster, run, until
 from tests.integration.scripted_vllm import ScriptedVllm, offer
@@ -307,6 +308,20 @@ def test_a_baton_worker_goes_on_from_the_tokens() -> None:
         assert await cluster.metric("baton_gateway_resumed_tokens_total") == 3
 
     run(scenario, **batons(first, second))
+
+
+def test_the_pace_of_a_stream_that_went_on_is_of_all_its_tokens() -> None:
+    first = stream(*(b":%d\n" % n + texts("a", "a")[0] for n in range(5)), then="die", header=True)
+    second = stream(b":5\n" + texts("a", "b")[0], header=True)
+
+    async def scenario(cluster: Cluster) -> None:
+        assert (await ask(cluster, SAMPLED)).text == "aaaaab"
+        counted = f'baton_gateway_target_{{}}_total{{{{model="{MODEL}",objective="tpot"}}}}'
+        assert await cluster.metric(counted.format("requests")) == 1
+        assert await cluster.metric(counted.format("misses")) == 0
+
+    targets = {MODEL: Targets(tpot_s=60.0)}
+    run(scenario, **batons(first, second), targets=targets)
 
 
 def test_of_an_answer_that_lacks_only_its_end_nothing_is_computed_again() -> None:

@@ -35,6 +35,7 @@ LIMITS = HttpLimits(
 LARGE_BYTES = 32 << 20
 """More than sockets and readers hold."""
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+LARGE_REQUEST = REQUEST.replace(b"/", b"/large", 1)
 OTHER_HOST = "127.0.0.2"
 
 
@@ -243,8 +244,7 @@ def test_who_waits_longest_without_a_request_gives_its_place_to_a_new_one() -> N
 
 def test_who_does_not_take_an_answer_gives_no_place_to_a_new_connection() -> None:
     async def scenario(server: Bounded) -> None:
-        large = REQUEST.replace(b"/", b"/large", 1)
-        slow = [await server.connect(large) for _ in range(6)]  # all it may have
+        slow = [await server.connect(LARGE_REQUEST) for _ in range(6)]  # all it may have
         connections = server.connections
         await until(lambda: len(connections._idle) == 6)
         for _ in range(3):
@@ -259,17 +259,36 @@ def test_who_does_not_take_an_answer_gives_no_place_to_a_new_connection() -> Non
     run(scenario)
 
 
+@pytest.mark.parametrize("asked", [b"", b"connection: close\r\n"], ids=["idle", "close"])
 def test_a_connection_that_was_closed_ends_though_nobody_reads(
-    monkeypatch: pytest.MonkeyPatch,
+    asked: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "KEEP_ALIVE_S", 0.1)
     monkeypatch.setattr(http_protocol, "CLOSE_TIMEOUT_S", 0.1)
 
     async def scenario(server: Bounded) -> None:
-        await server.connect(REQUEST.replace(b"/", b"/large", 1))
+        await server.connect(LARGE_REQUEST.replace(b"\r\n\r\n", b"\r\n" + asked + b"\r\n"))
         connections = server.connections
         await until(lambda: connections.num_open == 1 and not connections._new)
         await until(lambda: connections.num_open == 0)
+
+    run(scenario)
+
+
+def test_who_reads_slowly_gets_all_of_an_answer_after_which_its_connection_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "CLOSE_TIMEOUT_S", 1.0)
+
+    async def scenario(server: Bounded) -> None:
+        slow = await server.connect(
+            LARGE_REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+        )
+        num_bytes = 0
+        while part := await slow.reader.read(2 << 20):
+            num_bytes += len(part)
+            await asyncio.sleep(0.1)
+        assert num_bytes > LARGE_BYTES
 
     run(scenario)
 

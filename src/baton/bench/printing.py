@@ -10,7 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from baton.bench.architectures.results import METRICS, Contrast, Estimate, Findings
+from baton.bench.architectures.results import (
+    METRICS,
+    Contrast,
+    Estimate,
+    Findings,
+    describe_failed,
+)
 from baton.bench.architectures.usage import UNMEASURED
 from baton.bench.architectures.verdict import format_change
 
@@ -364,7 +370,11 @@ def _findings_table(findings: Findings) -> Table:
             keys = [(metric.key, configuration.name, level.key) for metric in shown]
             cells = [_findings_cell(points.get(key), against.get(key)) for key in keys]
             is_last = configuration == findings.configurations[-1]
-            table.add_row(level.words, configuration.name, *cells, end_section=is_last)
+            failed = describe_failed(findings, configuration.name, level.key)
+            name = Text(configuration.name)
+            if failed is not None:
+                name.append(f"\n{failed}", style="red")
+            table.add_row(level.words, name, *cells, end_section=is_last)
     return table
 
 

@@ -21,6 +21,7 @@ FLEET = Group("Fleet", sort_key=3)
 DEFAULT_POLICIES = ("round_robin", "prefix", "cost")
 DEFAULT_REQUESTS = 1000
 DEFAULT_CONCURRENCY = 16
+INTERRUPTED = 130
 
 app = App(
     name="route",
@@ -186,7 +187,8 @@ class FleetFlags:
     costs: Annotated[
         Path | None,
         Parameter(
-            help="Costs of a worker: a TOML or JSON file, or a gateway's saved /debug/workers."
+            help="Costs of a worker: a TOML or JSON file, one of `baton route costs` or "
+            "router.costs_file, or a gateway's saved /debug/workers."
         ),
     ] = None
     cost: Annotated[
@@ -221,7 +223,7 @@ def replay(
         _print_json(report)
     else:
         print_replay(report, sys.stdout)
-    return 0
+    return INTERRUPTED if report.is_partial else 0
 
 
 @app.command

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from baton.gateway.workers import Worker, Workers
     from baton.ids import Epoch, WorkerId
     from baton.protocol.worker_http import KVEventsSource
+    from baton.router.fleet import Fleet
 
 IPC: Final = "ipc://"
 MAX_PATH_BYTES: Final = 107
@@ -206,8 +207,8 @@ class FollowedWorker:
 class KVEvents:
     """Follows the workers that publish. Owner: the event loop's thread.
 
-    Whom to follow is read off the workers' states before each poll, not sent by whoever changes
-    them. zmq is imported for the first worker that publishes.
+    Whom to follow is read off the workers' states once the fleet has changed, not sent by whoever
+    changes them. zmq is imported for the first worker that publishes.
     """
 
     def __init__(
@@ -223,6 +224,7 @@ class KVEvents:
         self._upstream, self._prefixes = upstream, prefixes
         self._collector = KVEventCollector(metrics.registry)
         self._following: dict[Worker, FollowedWorker] = {}
+        self._all_followed_of: Fleet | None = None
         self._task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Future[None]] = set()
 
@@ -254,8 +256,10 @@ class KVEvents:
     async def _run(self) -> None:
         while True:
             try:
-                if not await self._drop_stale():  # a bound port is free only some time later
-                    self._follow_new()
+                fleet = self._workers.fleet
+                if fleet is not self._all_followed_of and not await self._drop_stale():
+                    # Only now: a bound port is free some time after it was dropped.
+                    self._all_followed_of = fleet if self._follow_new() else None
                 await self._apply_events()
             except Exception:
                 log.exception("following KV events failed; trying again")
@@ -268,7 +272,9 @@ class KVEvents:
             await asyncio.gather(*(self._drop(worker) for worker in gone))
         return bool(gone)
 
-    def _follow_new(self) -> None:
+    def _follow_new(self) -> bool:
+        """Whether all are followed that publish: else some must be tried again."""
+        are_all = True
         for worker in self._workers.all:
             publisher = self._publisher_of(worker)
             if publisher is None:
@@ -282,11 +288,13 @@ class KVEvents:
                     isinstance(before, NotFollowed) and self._clock.now() >= before.retry_at
                 ):
                     followed.feeds[source] = self._try_follow(worker, publisher, source)
+                are_all = are_all and isinstance(followed.feeds[source], Followed)
             if followed.prefixes is not None:
                 followed.prefixes.reports_cache = any(
                     isinstance(feed, Followed) and DEFAULT_MEDIUM in source.media
                     for source, feed in followed.feeds.items()
                 )
+        return are_all
 
     def _begin(self, publisher: Publisher) -> FollowedWorker:
         prefixes = None

@@ -103,6 +103,7 @@ FIND_WORKERS_S: Final = 3.0
 LAST_REQUEST_S: Final = 1.0
 """How long a client may make one more request on a connection of a gateway that ends, if a launcher
 has another one: a request that is on its way is answered."""
+TICK_S: Final = 1.0
 MANAGEMENT_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
 
 log = logging.getLogger(__name__)
@@ -372,6 +373,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._ready, self._status_reporter, self._app = ready, status_reporter, app
+        self._ending = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept, then report it."""
@@ -382,6 +384,13 @@ class _Server(uvicorn.Server):
         gc.set_threshold(YOUNG_OBJECTS, *gc.get_threshold()[1:])
         self._status_reporter.report(self._ready)
         log.info("listening on %s", self._ready.url)
+
+    async def main_loop(self) -> None:
+        """See `uvicorn.Server`, which looks ten times a second whether it is to end."""
+        while not await self.on_tick(0):  # once a second, for the date in answers
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._ending.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -396,3 +405,4 @@ class _Server(uvicorn.Server):
         log.info("signal %s: no more requests, draining", signal.Signals(number).name)
         self._app.end_streams()
         self.should_exit = True
+        self._ending.set()

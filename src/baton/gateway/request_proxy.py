@@ -125,6 +125,7 @@ class RequestProxy:
             if failed is not None and not await self._begin_retry():
                 break
             placement = moved or await self._place_in_time(failover, failed)
+            num_before = self._context.num_streamed = resumption.record.num_taken
             running = self._begin_moved(moved) if moved else self._begin(placement)
             services.health_monitor.begin(placement)
             try:
@@ -142,8 +143,11 @@ class RequestProxy:
                 self._note_answered(placement)
                 return
             finally:
-                itl_s = None if running.itl_s is None else find_itl(self._context.token_gaps)
-                running.end(self._services.clock.now(), self._context.num_streamed, itl_s)
+                running.end(
+                    services.clock.now(),
+                    self._context.num_streamed - num_before,
+                    None if running.itl_s is None else find_itl(self._context.token_gaps),
+                )
                 services.health_monitor.end(placement)
         if failed is not None:
             raise failed

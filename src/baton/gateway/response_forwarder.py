@@ -260,7 +260,7 @@ class ResponseForwarder:
         while await response.push_to(forward):
             self._check()
             await exchange.drain()
-        context.num_streamed = num_chunks
+        context.num_streamed = record.num_taken
 
     async def _send_on(self, response: Answer, last: Instant) -> None:
         """The same to a receiver that has to be awaited: one of several answers."""

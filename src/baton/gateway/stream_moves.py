@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from baton.router.load import FleetLoad
 
 LOOK_S: Final = 0.1
-"""How often the workers and streams are looked at."""
+"""How often the workers and streams are looked at, while there are streams."""
 MAX_COPIES: Final = 3
 """Handoffs of one move: each but the first is of what was generated during the one before it."""
 BALANCE_S: Final = 0.5
@@ -94,7 +94,7 @@ class StreamMoves:
     async def run(self) -> None:
         """Look at workers and streams, until it is cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LOOK_S if self._services.streams.all() else BALANCE_S)
             try:
                 self._look()
             except Exception:

@@ -31,7 +31,13 @@ from baton.gateway.options import WorkerAddress
 from baton.gateway.worker_info import why_not_used
 from baton.protocol.worker_http import MAX_REASON_CHARS, Role
 from baton.router.fleet import Fleet, WorkerView
-from baton.router.health import DEFAULT_HEALTH, HealthOptions, HealthState, WorkerHealth
+from baton.router.health import (
+    DEFAULT_HEALTH,
+    EjectionCause,
+    HealthOptions,
+    HealthState,
+    WorkerHealth,
+)
 from baton.router.topology import complete
 from baton.telemetry.clock_offset import ClockOffset
 
@@ -135,7 +141,8 @@ class Worker:
 
     `sources` list it, none once it has left; `why_withdrawn` is why it gets nothing new, and its
     streams move. `preempted`: the notice of one of its lives, which holds if it does not answer in
-    between. `is_gone`: it is no longer in the registry; requests may still end there.
+    between. `has_drained`: it has reported that it takes no more, and was not up since.
+    `is_gone`: it is no longer in the registry; requests may still end there.
     """
 
     def __init__(
@@ -147,6 +154,7 @@ class Worker:
         self.address, self.health, self.sources = address, WorkerHealth(health), sources
         self.why_withdrawn: str | None = None
         self.preempted: tuple[Epoch, Preemption] | None = None
+        self.has_drained = False
         self.is_gone = False
         self.noted_health: tuple[HealthState, bool] = (HealthState.HEALTHY, False)
         self.url = address.origin
@@ -180,6 +188,12 @@ class Worker:
         """Whether requests may be placed on it."""
         is_relied_on = self.health.is_usable or self.health.takes_trial
         return isinstance(self.state, Up) and is_relied_on
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is certain that its process is gone: silence alone proves nothing."""
+        is_gone = self.health.cause is EjectionCause.GONE or self.has_drained
+        return is_gone and isinstance(self.state, Down)
 
     def view(self, info: WorkerInfo) -> WorkerView:
         """What placement uses of it: the same object while nothing has changed."""
@@ -304,6 +318,8 @@ class Workers:
         namesake = self._by_id.get(info.worker, worker)
         if namesake is not worker and not namesake.sources:  # it was started again elsewhere
             self.remove([namesake])
+        elif namesake is not worker and namesake.has_ended:  # and is not off all lists yet
+            self.change(namesake, Pending(f"{worker.url} is called {info.worker} now"))
         elif namesake is not worker:
             reason = f"{namesake.url} is called {info.worker} already; give each worker a name"
         if reason is not None:
@@ -315,7 +331,7 @@ class Workers:
         if before is None or before.epoch != info.epoch:
             worker.why_no_handoffs = None
         has_other_adapters = worker.adapters != adapters
-        worker.adapters = adapters
+        worker.adapters, worker.has_drained = adapters, False
         self.change(worker, Up(info) if worker.why_withdrawn is None else Draining(info))
         if has_other_adapters:
             log.info("%s has the adapters: %s", worker, ", ".join(sorted(adapters)) or "none")
@@ -338,6 +354,7 @@ class Workers:
         if worker.info is None:
             return
         epoch, known = worker.info.epoch, worker.preempted
+        worker.has_drained = True
         if preemption is not None and (known is None or known[0] != epoch):
             self._metrics.preempted_workers.inc()
             known = worker.preempted = epoch, preemption

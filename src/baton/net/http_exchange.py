@@ -253,6 +253,7 @@ class HttpExchange:
                 self._transport.abort()
             else:
                 self._transport.close()
+                self._path.on_done()
             return
         self.keep_alive = False
         length = (b"content-length", b"%d" % len(INTERNAL_ERROR))

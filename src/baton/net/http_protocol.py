@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ssl
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING, Final, NoReturn
 from urllib.parse import unquote
 
@@ -31,7 +32,7 @@ KEEP_ALIVE_S: Final = 75
 HEADER_OVERHEAD_BYTES: Final = 4
 UNKNOWN_ADDRESS: Final = "unknown"
 CLOSE_TIMEOUT_S: Final = 30.0
-"""For a client to take what was sent before its connection was closed."""
+"""Of a connection that is closed, a client must take `min_body_bytes` in each of these."""
 NOT_HTTP: Final = "Invalid HTTP request received."
 NO_TLS: Final = "this port speaks TLS: write https:// in place of http://"
 
@@ -271,6 +272,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         self.was_served = True
         if self.transport.is_closing():
+            self._await_end()
             return
         self.flow.resume_reading()
         if self._pipelined:
@@ -337,9 +339,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _close(self) -> None:
         """Close it; what was sent and is not taken in time is lost."""
-        self._stop_timer()
         self.transport.close()
-        self._timer = self.loop.call_later(CLOSE_TIMEOUT_S, self.transport.abort)
+        self._await_end()
+
+    def _await_end(self, num_before: float = inf) -> None:
+        """Of a connection that is closing: a client that takes little for long loses the rest."""
+        self._stop_timer()
+        num_left = self.transport.get_write_buffer_size()
+        if num_before - num_left < self._limits.min_body_bytes:
+            self.transport.abort()
+        elif num_left:
+            self._timer = self.loop.call_later(CLOSE_TIMEOUT_S, self._await_end, num_left)
 
     def _await_head(self) -> None:
         self._table.wait(self)

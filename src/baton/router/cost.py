@@ -78,6 +78,8 @@ PREFERRED_REPLICA: Final = 0.75
 cached: the next requests need both, too."""
 
 EQUAL: Final = 1.0 + 1e-9
+TRIAL: Final = "a trial of the prefill worker, which was ejected"
+"""Whatever it costs: nothing else shows whether that worker is well again."""
 LOADING_MODES: Final = frozenset({"auto", "push"})
 
 
@@ -191,23 +193,23 @@ class CostPolicy:
         num_stored = best.prediction.num_stored
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return replace(fixed, num_stored_tokens=num_stored)
-        ranked = merge(
-            self._rank_pairs(parts, request, load),
-            self._rank_prefixes(parts, best.cost, request, load),
-            key=attrgetter("cost"),
-        )
+        ranked, most = self._rank_pairs(parts, request, load), inf
+        if not usable.has_trial:
+            most, loading = best.cost, self._rank_prefixes(parts, best.cost, request, load)
+            ranked = merge(ranked, loading, key=attrgetter("cost"))
         first = next(ranked, None)
         pairs = [] if first is None else [first]
         prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
+        trial = (TRIAL,) if usable.has_trial else ()
         for pair in chain(pairs, ranked):
-            if pair.prefill is None or pair.cost >= PREFERRED_ALONE * best.cost:
+            if pair.prefill is None or pair.cost >= PREFERRED_ALONE * most:
                 break
-            if pair.cost >= pair.preferred * best.cost:
+            if pair.cost >= pair.preferred * most:
                 continue
             placement = self._hand_over(pair, pair.prefill, request)
             if placement.prefill is not None:
-                why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided)
+                why = (*placement.why, f"chosen: {pair}", f"rather than {best}", *divided, *trial)
                 return replace(placement, why=why)
         reasons: tuple[str, ...] = ()
         listed = usable.served.prefills
@@ -296,10 +298,13 @@ class CostPolicy:
                 numbers[worker.id] = len(workers)
                 workers.append(worker)
         helpers = [
-            numbers[worker.id]
+            worker
             for worker in served.helpers
             if worker.id in numbers and (not prefills or _is_for_prefill(worker, prefills))
         ]
+        trial: list[WorkerView] = []
+        if served.trials and not request.avoid:  # a retry is no trial
+            trial = [worker for worker in helpers if worker.half_open and not worker.decodes][:1]
         rows = load.rows(workers)
         places = load.costs(request.model).columns.place[rows].copy()
         usable = Usable(
@@ -310,12 +315,13 @@ class CostPolicy:
             workers,
             [worker.id for worker in workers],
             len(decodes),
-            np.array(helpers, dtype=np.intp),
+            np.array([numbers[worker.id] for worker in trial or helpers], dtype=np.intp),
             rows,
             places,
             bool((places != places[0]).any()),
             DeviceSums.of(places, load.costs(request.model).handoffs.places.has_device),
             any(worker.slow_start is not None for worker in workers),
+            bool(trial),
         )
         if not (request.avoid or request.full):
             self._usable[request.model] = usable

@@ -100,6 +100,7 @@ class Usable:
 
     Good for `served` and `prefills`; `rows` until `load` forgets workers. `is_spread`: they are
     at more than one of the `places`. `devices`: None where no two of them share one.
+    `has_trial`: the one helper is a prefill worker that is half-open, and must be tried.
     """
 
     served: ModelWorkers
@@ -115,6 +116,7 @@ class Usable:
     is_spread: bool
     devices: DeviceSums | None
     has_slow_starts: bool
+    has_trial: bool
 
     @property
     def has_divided_labour(self) -> bool:

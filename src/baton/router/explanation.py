@@ -1,7 +1,8 @@
 """Why a policy chooses as it does: every candidate for a request, with what is compared of it.
 
-An explanation is made on copies of the policy and of the load, so that it changes nothing: no turn
-is taken, no worker counts as asked about. Whoever is chosen there is who `place` would choose now.
+An explanation is made on a copy of the policy, so that no turn is taken. The load is not copied: of
+a large fleet that would take seconds, and placement only reads it, but for the row of a worker that
+it has not asked about before. Whoever is chosen there is who `place` would choose now.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from baton.errors import BatonError
 from baton.router.placement import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from baton.ids import WorkerId
     from baton.router.fleet import Fleet, ModelWorkers, WorkerView
@@ -77,23 +78,22 @@ class ExplainingPolicy(Protocol):
     def explain(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
     ) -> list[ExplainedCandidate]:
-        """All candidates, from the best on. It may change policy and load: they are copies."""
+        """All candidates, from the best on. It may change the policy, which is a copy."""
         ...
 
 
 def explain(
     policy: PlacementPolicy, fleet: Fleet, request: PlacementRequest, load: FleetLoad
 ) -> Explanation:
-    """What a policy would compare and choose for a request now. Changes nothing.
+    """What a policy would compare and choose for a request now. Changes nothing of the policy.
 
     Of a policy that lists no candidates these are the usable workers, without figures.
 
     Raises:
         NotExplainableError: the policy cannot be copied.
     """
-    kept = {id(each): each for each in _immutable(fleet)}
     try:
-        policy, load = deepcopy((policy, load), kept)
+        policy = deepcopy(policy, {id(load): load})
     except TypeError as exc:  # it holds a lock, a file or the like
         raise NotExplainableError(
             f"the policy {type(policy).__name__} cannot be explained: its state cannot be copied "
@@ -126,12 +126,3 @@ def why_unusable(worker: WorkerView, request: PlacementRequest) -> str | None:
     if worker.id in request.avoid:
         return "has just failed this request"
     return None if worker.available else "is not available"
-
-
-def _immutable(fleet: Fleet) -> Iterable[object]:
-    """What need not be copied, and what policies know by its identity."""
-    yield fleet
-    for served in fleet.models.values():
-        yield served
-        yield from served.prefills
-        yield from served.decodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 from baton.protocol.worker_http import Role
 
@@ -58,6 +58,10 @@ class WorkerView:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", self.ref.worker)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Itself: nothing in it changes, and policies know it by its identity."""
+        return self
 
     @property
     def host(self) -> str:
@@ -116,6 +120,10 @@ class ModelWorkers:
             trials=tuple(w for w in listed if w.half_open),
             is_part=is_part,
         )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """As of `WorkerView`."""
+        return self
 
     def beginning_at(self, share: float) -> ModelWorkers:
         """See `Fleet.beginning_at`."""

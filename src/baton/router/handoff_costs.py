@@ -184,10 +184,11 @@ class HandoffCosts:
 
     def predict_load(self, source: WorkerView, decode: WorkerView, num_tokens: float) -> float:
         """Seconds for KV that is cached at `source`: no computation hides a part of it."""
-        cost = self.cost_of(source, decode)
-        link = self.links.get((source.id, decode.id)) or self._link(self.distance(source, decode))
+        pair, distance = (source.id, decode.id), self.distance(source, decode)
+        cost = self.pairs.get(pair) or WorkerCost(self.lines[distance])
+        link = self.links.get(pair) or self._link(distance)
         moved_s = num_tokens * self._shape.bytes_per_token * link.kv_byte_s
-        if (source.id, decode.id) in self.links and not cost.line.num_seen:
+        if pair in self.links and not cost.line.num_seen:
             return cost.predict(0) + moved_s  # the line is a guess from other links, too
         return max(cost.predict(num_tokens), cost.predict(0) + moved_s)
 

@@ -107,8 +107,8 @@ class PromptReader:
             prompt = await self._encode(fields.prompt, add_special_tokens=special)
         else:
             prompt = self._one_prompt(fields.prompt)
-        wanted = fields.max_tokens or DEFAULT_COMPLETION_TOKENS
-        return self._generation(fields, prompt, wanted, fields.logprobs)
+        max_tokens = self._max_tokens(len(prompt), fields.max_tokens, DEFAULT_COMPLETION_TOKENS)
+        return self._generation(fields, prompt, max_tokens, fields.logprobs)
 
     async def read_chat(self, fields: ChatFields) -> Generation:
         """Check, render and tokenize a chat request.
@@ -135,7 +135,8 @@ class PromptReader:
             special = fields.add_special_tokens is True
             prompt = await self._encode(text, add_special_tokens=special)
         wanted = fields.max_completion_tokens or fields.max_tokens
-        return self._generation(fields, prompt, wanted, _chat_logprobs(fields))
+        max_tokens = self._max_tokens(len(prompt), wanted, self.max_default_tokens)
+        return self._generation(fields, prompt, max_tokens, _chat_logprobs(fields))
 
     def _known_prompt(self, fields: GenerationFields) -> NDArray[np.int32] | None:
         """The prompt's tokens, where a gateway with the same tokenizer has sent them."""
@@ -209,10 +210,9 @@ class PromptReader:
         self,
         fields: GenerationFields,
         prompt: NDArray[np.int32],
-        wanted_tokens: int | None,
+        max_tokens: int,
         num_logprobs: int | None,
     ) -> Generation:
-        max_tokens = self._max_tokens(len(prompt), wanted_tokens)
         stop = fields.stop
         options = fields.stream_options
         params = fields.kv_transfer_params
@@ -239,8 +239,8 @@ class PromptReader:
             raise _not_a_part(f"has token ids outside 0 to {vocab_size - 1}")
         return resume
 
-    def _max_tokens(self, num_prompt: int, wanted: int | None) -> int:
-        """How many tokens the answer may have: what was asked for, or the room there is."""
+    def _max_tokens(self, num_prompt: int, wanted: int | None, most_unasked: int) -> int:
+        """How many tokens the answer may have: what was asked for, or what there is room for."""
         if num_prompt == 0:
             raise InvalidRequestError(
                 "the prompt has no tokens; send at least one",
@@ -251,7 +251,7 @@ class PromptReader:
         room = limit - num_prompt
         if room < (wanted or 1):
             raise _too_long(limit, f"{num_prompt}", wanted, has_room=room > 0)
-        return wanted or min(room, self.max_default_tokens)
+        return wanted or min(room, most_unasked)
 
 
 def _not_a_part(reason: str) -> InvalidRequestError:

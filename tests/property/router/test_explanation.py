@@ -78,6 +78,9 @@ def alternatives(worker_views):
 def test_nothing_is_changed_and_who_is_chosen_is_placed_next(make, worker_views, given, asked):
     fleet, load, other_load = Fleet.of(worker_views), loaded(given), loaded(given)
     policy, other = make(), make()
+    make().place(fleet, PlacementRequest("demo", num_prompt_tokens=1, at=NOW), load)
+    for each in worker_views:  # all have rows
+        load.of(each.id, each.model)
     for number, each in enumerate(asked):
         request = replace(each, at=NOW + 2 * number)
         before = state(policy), state(load)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.auth.ticket import WorkerRef
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
+from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, WorkerView
 from baton.router.health import (
     APART_S,
@@ -237,11 +238,17 @@ def test_what_is_not_well_by_its_own_word_is_out_even_as_the_last():
     assert health.cause is EjectionCause.UNWELL
 
 
-def view(name: str, slow_start: SlowStart | None = None, *, half_open: bool = False) -> WorkerView:
+def view(
+    name: str,
+    slow_start: SlowStart | None = None,
+    *,
+    half_open: bool = False,
+    role: Role = Role.BOTH,
+) -> WorkerView:
     ref = WorkerRef(WorkerId(name), Epoch("0" * 32), "127.0.0.1:1")
     tcp = frozenset({"tcp"})
     return WorkerView(
-        ref, Role.BOTH, "m", "f", tcp, available=True, half_open=half_open, slow_start=slow_start
+        ref, role, "m", "f", tcp, available=True, half_open=half_open, slow_start=slow_start
     )
 
 
@@ -291,3 +298,21 @@ def test_the_next_request_is_the_trial_but_no_retry_is():
     again = policy.place(fleet, PlacementRequest("m", frozenset({WorkerId("trial")})), FleetLoad())
     assert isinstance(again, Placement)
     assert again.decode.id == "w0"
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix", "cost"])
+def test_a_prefill_worker_gets_its_trial_even_where_a_handoff_is_not_worth_it(policy):
+    trial = view("trial", half_open=True, role=Role.PREFILL)
+    fleet = Fleet.of([trial, view("other", role=Role.PREFILL), view("w0")])
+    chooser, load = POLICIES.build(policy, {})("auto"), FleetLoad()
+    placement = chooser.place(fleet, PlacementRequest("m", num_prompt_tokens=10), load)
+    assert isinstance(placement, Placement)
+    assert placement.prefill is trial
+    retry = PlacementRequest("m", frozenset({trial.id}), num_prompt_tokens=10)
+    placement = chooser.place(fleet, retry, load)
+    assert isinstance(placement, Placement)
+    assert placement.prefill is not trial
+    decode_only = PlacementRequest("m", num_prompt_tokens=10, failed_modes=EVERY_MODE)
+    placement = chooser.place(fleet, decode_only, load)
+    assert isinstance(placement, Placement)
+    assert (placement.prefill, placement.decode.id) == (None, "w0")

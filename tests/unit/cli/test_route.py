@@ -2,19 +2,25 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from itertools import count
 
 import matplotlib as mpl
 import msgspec
 import pytest
 
 from baton.bench.charts import plot_route
+from baton.bench.files import save_result
 from baton.cli.main import run
 from baton.errors import ConfigError
+from baton.gateway.learned_costs import KeptCosts, KeptFile, KeptLine, KeptPromptLine
 from baton.ops.route import print_explanation
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
+from baton.sim.router import simulation
 from baton.sim.router.costs import SimulatedCosts
+from baton.sim.router.outcomes import RequestOutcome
 
 SMALL = ("--requests", "40", "--workers", "2", "--concurrency", "4")
 
@@ -49,6 +55,36 @@ def test_a_row_for_each_policy_and_the_same_each_time(capsys):
     assert "40 requests, workers: 2 both" in lines[0]
     assert [line.split()[0] for line in lines[2:4]] == ["round_robin", "prefix"]
     assert replay(capsys, *SMALL, "--policy", "round_robin", "--policy", "prefix")[1] == out
+
+
+def interrupt_after(monkeypatch, num_requests):
+    """Ctrl-C while the last of so many requests ends."""
+    num_left = count(num_requests, -1)
+
+    def end(**fields):
+        if next(num_left) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return RequestOutcome(**fields)
+
+    monkeypatch.setattr(simulation, "RequestOutcome", end)
+
+
+def test_what_was_reached_until_ctrl_c_is_shown_as_partial(capsys, monkeypatch):
+    policies = ("--policy", "round_robin", "--policy", "prefix", "--policy", "cost")
+    interrupt_after(monkeypatch, 60)
+    code, out, _ = replay(capsys, *SMALL, *policies, "--json")
+    assert code == 130
+    report = json.loads(out)
+    assert report["is_partial"]
+    nums = {each["policy"]: each["summary"]["num_requests"] for each in report["policies"]}
+    assert nums == {"round_robin": 40, "prefix": 19}
+    interrupt_after(monkeypatch, 60)
+    code, out, _ = replay(capsys, *SMALL, *policies)
+    assert code == 130
+    assert out.startswith("PARTIAL: interrupted; prefix after 19 requests\n")
+    interrupt_after(monkeypatch, 1)
+    with pytest.raises(SystemExit, match="130"):  # nothing was reached
+        replay(capsys, *SMALL, *policies)
 
 
 def test_another_process_gives_the_same():
@@ -176,6 +212,32 @@ def test_costs_are_those_that_a_gateway_has_learned(capsys, tmp_path):
     file.write_text("step_s = 0.5\n")
     _, out, _ = replay(capsys, *SMALL, "--costs", str(file), "--json")
     assert json.loads(out)["costs"]["step_s"] == 0.5
+
+
+def test_costs_are_those_of_the_file_that_a_gateway_begins_with(capsys, tmp_path):
+    kept = KeptCosts(
+        KeptPromptLine(0.01, 2e-4, 1e-4),
+        KeptLine(0.02, 1e-3),
+        handoff={"same_zone": KeptLine(0.5, 1e-5), "same_rack": KeptLine(0.004, 1e-6)},
+    )
+    file = tmp_path / "costs.json"
+    save_result(file, KeptFile({"demo": kept}))  # as `baton route costs` does
+    code, out, _ = replay(capsys, *SMALL, "--costs", str(file), "--json")
+    assert code == 0
+    costs = json.loads(out)["costs"]
+    assert (costs["prefill_s"], costs["prefill_token_s"]) == (0.01, 2e-4)
+    assert costs["prefill_context_s"] == pytest.approx(2e-8)
+    assert (costs["step_s"], costs["step_answer_s"]) == (0.02, 1e-3)
+    assert (costs["handoff_s"], costs["handoff_token_s"]) == (0.004, 1e-6)
+    assert costs["load_s"] == SimulatedCosts().load_s
+    for models, reason in (
+        ({"a": kept, "b": kept}, "costs of one model, not a, b"),
+        ({"a": KeptCosts(step=kept.step)}, "prefill or steps are not learned yet"),
+    ):
+        save_result(file, KeptFile(models))
+        code, _, err = replay(capsys, *SMALL, "--costs", str(file))
+        assert code == 2
+        assert reason in err
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from baton.gateway.worker_info import read_info
 from baton.gateway.workers import Down, Draining, Pending, Preemption, Rejected, Up, Workers
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Health, Role, WorkerInfo, WorkerLoad
+from baton.router.health import EjectionCause
 
 LOAD = WorkerLoad(num_waiting=1, num_blocks=9, num_free_blocks=5, block_size=16)
 FIELDS = {
@@ -143,6 +144,41 @@ def test_two_workers_of_one_name_are_one_too_many(workers):
     assert isinstance(workers.all[1].state, Up)
     assert isinstance(workers.all[2].state, Rejected)
     assert "http://127.0.0.1:2 is called decode-0 already" in workers.all[2].state.reason
+
+
+@pytest.mark.parametrize("end", ["refused", "drained"])
+def test_a_name_goes_to_its_next_worker_though_the_one_that_ended_is_still_listed(workers, end):
+    """As a pod of a StatefulSet, whose old address stays in DNS for a while."""
+    _, before, after = workers.all
+    workers.register(before, info())
+    if end == "drained":
+        workers.drain(before)
+    else:
+        before.health.lose(EjectionCause.GONE, 1.0, "refused")
+    workers.lose(before, "no answer")
+    workers.register(after, info(epoch="a" * 32))
+    assert after.state == Up(info(epoch="a" * 32))
+    assert workers.with_id(WorkerId("decode-0")) is after
+    (view,) = workers.fleet.models["demo"].decodes
+    assert workers.of(view) is after
+    workers.lose(before, "no answer")
+    assert isinstance(before.state, Pending)
+    workers.register(before, info())
+    assert isinstance(before.state, Rejected)
+    assert workers.with_id(WorkerId("decode-0")) is after
+
+
+def test_a_worker_that_is_silent_keeps_its_name(workers):
+    """It may have been stopped, and go on."""
+    _, before, after = workers.all
+    workers.register(before, info())
+    workers.drain(before)
+    workers.register(before, info())  # it takes requests again
+    before.health.lose(EjectionCause.LATE, 1.0, "late")
+    workers.lose(before, "no answer in time")
+    workers.register(after, info(epoch="a" * 32))
+    assert isinstance(after.state, Rejected)
+    assert workers.with_id(WorkerId("decode-0")) is before
 
 
 def test_a_change_is_logged_once(workers, caplog):

@@ -91,6 +91,11 @@ def test_a_chats_answer_may_fill_the_context_up_to_a_bound() -> None:
     assert chat(max_tokens=3, max_completion_tokens=4).sampling.max_tokens == 4
 
 
+def test_a_completions_answer_may_fill_what_is_left_of_the_context() -> None:
+    assert completion(reader(64), prompt=[5] * 60).sampling.max_tokens == 4
+    assert completion(reader(64), prompt=[5] * 40).sampling.max_tokens == DEFAULT_COMPLETION_TOKENS
+
+
 def test_the_block_pool_bounds_the_context_too() -> None:
     pool_tokens = 64 * 16
     assert chat(reader(100_000)).sampling.max_tokens == pool_tokens - len(chat().prompt_ids)
@@ -179,7 +184,7 @@ def test_another_model_is_refused_with_the_one_that_is_served() -> None:
 @pytest.mark.parametrize(
     ("fields", "numbers"),
     [
-        ({"prompt": [5] * 64}, ("64", "16")),
+        ({"prompt": [5] * 64}, ("holds 64", "has 64")),
         ({"prompt": [5] * 60, "max_tokens": 5}, ("60", "5")),
         ({"prompt": [5] * 600, "max_tokens": 5}, ("600", "64")),
     ],

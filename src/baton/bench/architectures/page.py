@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Final
 
-from baton.bench.architectures.results import measured_metrics
+from baton.bench.architectures.results import describe_failed, measured_metrics
 from baton.bench.architectures.usage import UNMEASURED
 from baton.bench.architectures.verdict import format_change
 from baton.bench.charts import ChartFiles, colour_of
@@ -43,7 +43,10 @@ def show_results(findings: Findings) -> Iterator[str]:
     metrics, rows = measured_metrics(findings.cells), []
     for level in findings.levels:
         for place, configuration in enumerate(findings.configurations):
-            row = [escape(level.words), _arm(place, configuration.name)]
+            arm = _arm(place, configuration.name)
+            if failed := describe_failed(findings, configuration.name, level.key):
+                arm += f"<span class='small loses'>{failed}</span>"
+            row = [escape(level.words), arm]
             for metric in metrics:
                 key = (metric.key, configuration.name, level.key)
                 row.append(_value(points.get(key), against.get(key)))

@@ -347,6 +347,14 @@ def measured_metrics(cells: Iterable[Cell]) -> tuple[Metric, ...]:
     return tuple(metric for metric in METRICS if has_energy or metric is not ENERGY)
 
 
+def describe_failed(findings: Findings, configuration: str, level: str) -> str | None:
+    """How many cells of a configuration and load have no figures; None: all have some."""
+    of_both = configuration, level
+    cells = [each for each in findings.cells if (each.configuration, each.level) == of_both]
+    num_failed = sum(not each.is_usable for each in cells)
+    return f"{num_failed} of {len(cells)} failed" if num_failed else None
+
+
 def metric_of(key: str) -> Metric:
     """By its key."""
     return next(metric for metric in METRICS if metric.key == key)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError
+from baton.gateway.learned_costs import DistanceName, KeptCosts, KeptFile, KeptPromptLine
 from baton.sim.router.costs import SimulatedCosts
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ShownWorkers(msgspec.Struct, frozen=True):
 def read_costs(
     path: Path | None, assignments: Sequence[str], block_tokens: int | None
 ) -> SimulatedCosts:
-    """Costs of a TOML or JSON file, or of a file with `/debug/workers`; then `name=value`.
+    """Costs of a file, then `name=value`. See `baton route replay --costs`.
 
     `block_tokens` is the size of blocks where nothing else is given.
 
@@ -96,37 +97,67 @@ def _read(path: Path) -> dict[str, object]:
         if path.suffix == ".toml":
             return msgspec.toml.decode(data, type=dict[str, object])
         found = msgspec.json.decode(data, type=dict[str, object])
+        if "models" in found:
+            return _describe(path, _only_model(path, msgspec.convert(found, KeptFile)))
         if "workers" in found:
-            return _learned(path, msgspec.convert(found, ShownWorkers))
+            shown = msgspec.convert(found, ShownWorkers)
+            return _describe(path, _mean_costs(shown)) | _mean_room(shown)
     except UNDECODABLE as exc:
         raise ConfigError(f"--costs {path}: {exc}") from exc
     return found
 
 
-def _learned(path: Path, shown: ShownWorkers) -> dict[str, object]:
+def _only_model(path: Path, kept: KeptFile) -> KeptCosts:
+    if len(kept.models) != 1:
+        named = ", ".join(sorted(kept.models)) or "no model"
+        raise ConfigError(f"--costs {path}: name a file with the costs of one model, not {named}")
+    return next(iter(kept.models.values()))
+
+
+def _mean_costs(shown: ShownWorkers) -> KeptCosts:
     """The workers' mean lines, of which something was seen."""
     given = [each.given for each in shown.workers if each.given is not None]
-    prefill = [each.prefill for each in given if each.prefill.num_seen]
-    step = [each.step for each in given if each.step.num_seen]
-    load = [each.load for each in given if each.load is not None and each.load.num_seen]
+    return KeptCosts(
+        _mean_line([each.prefill for each in given]),
+        _mean_line([each.step for each in given]),
+        _mean_line([each.load for each in given if each.load is not None]),
+    )
+
+
+def _mean_line(lines: Sequence[Line]) -> KeptPromptLine | None:
+    seen = [each for each in lines if each.num_seen]
+    if not seen:
+        return None
+    fixed_s, each_s = _mean([each.fixed_s for each in seen]), _mean([each.each_s for each in seen])
+    bent_s = _mean([each.each_s * each.bend for each in seen])
+    return KeptPromptLine(fixed_s, each_s, bent_s / each_s if each_s else 0.0)
+
+
+def _mean_room(shown: ShownWorkers) -> dict[str, object]:
     rooms = [each.load for each in shown.workers if each.load is not None]
     kv_tokens = [each.num_blocks * each.block_size for each in rooms]
-    if not prefill or not step:
+    return {"kv_tokens": round(_mean(kv_tokens))} if kv_tokens else {}
+
+
+def _describe(path: Path, costs: KeptCosts) -> dict[str, object]:
+    """As `SimulatedCosts`, with the handoffs of the shortest distance that is known."""
+    prefill, step, load = costs.prefill, costs.step, costs.load
+    if prefill is None or step is None:
         raise ConfigError(
-            f"--costs {path}: that gateway has learned nothing yet (streamed answers teach it)"
+            f"--costs {path}: prefill or steps are not learned yet (streamed answers teach them)"
         )
     found: dict[str, object] = {
-        "prefill_s": _mean([each.fixed_s for each in prefill]),
-        "prefill_token_s": max(1e-9, _mean([each.each_s for each in prefill])),
-        "prefill_context_s": _mean([each.each_s * each.bend for each in prefill]),
-        "step_s": max(1e-6, _mean([each.fixed_s for each in step])),
-        "step_answer_s": _mean([each.each_s for each in step]),
+        "prefill_s": prefill.fixed_s,
+        "prefill_token_s": max(1e-9, prefill.each_s),
+        "prefill_context_s": prefill.each_s * prefill.bend,
+        "step_s": max(1e-6, step.fixed_s),
+        "step_answer_s": step.each_s,
     }
-    if kv_tokens:
-        found["kv_tokens"] = round(_mean(kv_tokens))
-    if load:
-        found["load_s"] = _mean([each.fixed_s for each in load])
-        found["load_token_s"] = _mean([each.each_s for each in load])
+    if load is not None:
+        found |= {"load_s": load.fixed_s, "load_token_s": load.each_s}
+    handoff = next(filter(None, map(costs.handoff.get, get_args(DistanceName))), None)
+    if handoff is not None:
+        found |= {"handoff_s": handoff.fixed_s, "handoff_token_s": handoff.each_s}
     return found
 
 

@@ -34,6 +34,10 @@ def print_replay(report: ReplayReport, out: TextIO) -> None:
     num = report.policies[0].summary.num_requests
     several = f", gateways: {report.num_gateways}" if report.num_gateways > 1 else ""
     load = f"{report.workload} ({report.description})"
+    if report.is_partial:
+        last = report.policies[-1]
+        num_last = last.summary.num_requests
+        console.print(f"PARTIAL: interrupted; {last.policy} after {num_last} requests")
     console.print(f"{load}: {num} requests, workers: {roles}{several}")
     for warning in report.warnings:
         console.print(f"warning: {warning}")

@@ -14,7 +14,7 @@ from baton.sim.router.simulation import Simulation
 
 
 class PolicyReplay(msgspec.Struct, frozen=True):
-    """What clients would have seen under one policy."""
+    """What clients would have seen under one policy: those whose requests ended."""
 
     policy: str
     options: dict[str, object]
@@ -22,7 +22,10 @@ class PolicyReplay(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """What `--json` prints. Times are virtual. A good request is within `ttft_s` and `tpot_s`."""
+    """What `--json` prints. Times are virtual. A good request is within `ttft_s` and `tpot_s`.
+
+    `is_partial`: interrupted in the last of the policies, or before the next one.
+    """
 
     workload: str
     description: str
@@ -35,16 +38,34 @@ class ReplayReport(msgspec.Struct, frozen=True):
     itl_s: float | None
     seed: int
     policies: tuple[PolicyReplay, ...]
+    is_partial: bool = False
 
 
 def run_replay(plan: ReplayPlan) -> ReplayReport:
-    """Replay the plan's load under each of its policies.
+    """Replay the plan's load under each of its policies, or as far as it gets until Ctrl-C.
 
     Raises:
         ConfigError: a policy's options are wrong, or there are no requests.
         NoRoomError: a request does not fit in the simulated workers.
+        KeyboardInterrupt: before the first request has ended.
     """
-    workload = plan.workload
+    workload, policies = plan.workload, list[PolicyReplay]()
+    is_partial = False
+    for choice in plan.policies:
+        simulation = _prepare(plan, choice)
+        try:
+            simulation.run()
+        except KeyboardInterrupt:
+            is_partial = True
+            if not (simulation.outcomes or policies):
+                raise
+        if simulation.outcomes:
+            found = summarize(simulation.outcomes, plan.ttft_s, plan.tpot_s, plan.itl_s)
+            policies.append(PolicyReplay(choice.name, dict(choice.options), found))
+        if is_partial:
+            break
+    if not policies:
+        raise ConfigError("there are no requests to replay")
     return ReplayReport(
         workload=workload.name,
         description=workload.description,
@@ -56,11 +77,12 @@ def run_replay(plan: ReplayPlan) -> ReplayReport:
         tpot_s=plan.tpot_s,
         itl_s=plan.itl_s,
         seed=plan.seed,
-        policies=tuple(_run(plan, choice) for choice in plan.policies),
+        policies=tuple(policies),
+        is_partial=is_partial,
     )
 
 
-def _run(plan: ReplayPlan, choice: PolicyChoice) -> PolicyReplay:
+def _prepare(plan: ReplayPlan, choice: PolicyChoice) -> Simulation:
     build = POLICIES.build(choice.name, choice.options)
     policies = [build(plan.mode) for _ in range(plan.num_gateways)]
     num = plan.num_gateways
@@ -73,8 +95,4 @@ def _run(plan: ReplayPlan, choice: PolicyChoice) -> PolicyReplay:
         simulation.add_clients(sessions, plan.arrivals.num)
     else:
         simulation.replay(sessions)
-    simulation.run()
-    if not simulation.outcomes:
-        raise ConfigError("there are no requests to replay")
-    found = summarize(simulation.outcomes, plan.ttft_s, plan.tpot_s, plan.itl_s)
-    return PolicyReplay(choice.name, dict(choice.options), found)
+    return simulation

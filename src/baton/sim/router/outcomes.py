@@ -20,8 +20,9 @@ class RequestOutcome:
     """One request, in virtual seconds. `prefill` None: one worker served all of it.
 
     `num_saved` of its `num_tokens` were cached where the prompt was computed, or loaded there:
-    `num_loaded` were, and what came before them. `tpot_s` is 0 for an answer of one token. `itl_s`:
-    the p99 of the gaps between its tokens, None where they are few.
+    `num_loaded` were, and what came before them. `num_predicted` were to be, when it was placed.
+    `tpot_s` is 0 for an answer of one token. `itl_s`: the p99 of the gaps between its tokens, None
+    where they are few.
     """
 
     began_at: float
@@ -30,6 +31,7 @@ class RequestOutcome:
     tpot_s: float
     itl_s: float | None
     num_tokens: int
+    num_predicted: int
     num_saved: int
     num_loaded: int
     prefill: WorkerId | None
@@ -58,9 +60,11 @@ class Percentiles(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """All requests of a run. `num_good` were within the limits.
 
-    `tpot_s` is of answers of two tokens or more, 0 where there are none. `loaded_requests` loaded
-    some of their prompt, from a store or another worker. `decisions`: how many were served by one
-    worker, and how many were handed over. `prefills` and `answers` count by worker.
+    `tpot_s` is of answers of two tokens or more, 0 where there are none. `saved_tokens` of prompts
+    were cached or loaded, `predicted_tokens` were to be, when their requests were placed.
+    `loaded_requests` loaded some of their prompt, from a store or another worker. `decisions`: how
+    many were served by one worker, and how many were handed over. `prefills` and `answers` count by
+    worker.
     """
 
     num_requests: int
@@ -70,6 +74,7 @@ class Summary(msgspec.Struct, frozen=True):
     tpot_s: Percentiles
     num_good: int
     prompt_tokens: int
+    predicted_tokens: int
     saved_tokens: int
     loaded_requests: int
     decisions: dict[str, int]
@@ -91,6 +96,7 @@ def summarize(
         tpot_s=Percentiles.of([each.tpot_s for each in outcomes if each.tpot_s] or [0.0]),
         num_good=sum(each.is_good(ttft_s, tpot_s, itl_s) for each in outcomes),
         prompt_tokens=sum(each.num_tokens for each in outcomes),
+        predicted_tokens=sum(each.num_predicted for each in outcomes),
         saved_tokens=sum(each.num_saved for each in outcomes),
         loaded_requests=sum(each.num_loaded > 0 for each in outcomes),
         decisions={"one worker": len(outcomes) - num_pairs, "handed over": num_pairs},

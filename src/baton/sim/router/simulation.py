@@ -257,6 +257,7 @@ class Simulation:
                 tpot_s=(now - job.first_at) / num_steps if num_steps > 0 else 0.0,
                 itl_s=job.itl_s,
                 num_tokens=turn.num_prompt_tokens,
+                num_predicted=turn.num_prompt_tokens - job.running.num_tokens,
                 num_saved=job.num_saved,
                 num_loaded=job.num_loaded,
                 prefill=None if prefill is None else prefill.id,

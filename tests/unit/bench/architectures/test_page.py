@@ -1,4 +1,5 @@
 import re
+from io import StringIO
 from xml.etree import ElementTree as ET
 
 import msgspec
@@ -7,9 +8,9 @@ import pytest
 from baton.bench.architectures.page import write_page
 from baton.bench.architectures.results import Findings, Trouble, measured_metrics
 from baton.bench.charts import Chart, Mark, Series, draw_chart, draw_findings
-from baton.bench.printing import format_number
+from baton.bench.printing import format_number, print_findings
 from tests.unit.bench.architectures import cells
-from tests.unit.bench.architectures.cells import make_plan, measure
+from tests.unit.bench.architectures.cells import make_plan, make_samples, measure
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -47,6 +48,22 @@ def test_what_servers_say_is_text_and_no_markup(charts):
 def test_a_partial_result_says_so():
     findings = msgspec.structs.replace(make_findings(), is_partial=True, ended="interrupted")
     assert "PARTIAL: interrupted" in write_page(findings, {})
+
+
+def test_cells_without_an_answer_are_shown_as_failed_and_counted():
+    plan = make_plan("1,2", repetitions=3)
+    rates = {arm.name: {level.key: 50 for level in plan.levels} for arm in plan.configurations}
+    measured = [
+        make_samples("1P1D", "c2", each.cell.repetition, 0)
+        if (each.cell.configuration, each.cell.level) == ("1P1D", "c2") and each.cell.repetition > 1
+        else each
+        for each in measure(plan, rates)
+    ]
+    findings = cells.make_findings(plan, measured)
+    printed = StringIO()
+    print_findings(findings, printed)
+    for shown in (write_page(findings, {}), printed.getvalue()):
+        assert shown.count("2 of 3 failed") == shown.count(" failed") == 1
 
 
 def test_findings_survive_their_file():
