@@ -302,7 +302,7 @@ class StoredPrefixes:
         order = load.order
         load.num_tokens = order.start
         found = self._found.pop(order.id, None)
-        if found is None:
+        if found is None or found.segments[0].start > order.start:  # the cache has lost tokens
             found = self._find(order)
         stop = len(order.prompt_ids)
         first = sum(each.stop <= order.start for each in found.segments)
