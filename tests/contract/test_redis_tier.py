@@ -7,6 +7,7 @@ import socketserver
 import threading
 import time
 from contextlib import closing, contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -117,6 +118,32 @@ class TestRedisTier(ServerFaultContract):
                 client.config_set("maxmemory", 0)
             clock.advance(10 * MIN_BACKOFF_S)
             assert put(tier, "b") is PutResult.STORED
+
+    def test_a_server_that_has_taken_entries_again_is_not_left_alone_for_longer(
+        self, tmp_path: Path
+    ) -> None:
+        clock = ManualClock()
+        with closing(self.open_remote(tmp_path, clock)) as tier, self.raw() as client:
+            numbers = count()
+
+            def is_taken() -> bool:
+                try:
+                    content = f"entry {next(numbers)}"
+                    return tier.put_behind(name_of(content), body_of(content)) is PutResult.STORED
+                except StoreError:
+                    return False
+
+            try:
+                for _ in range(3):
+                    client.config_set("maxmemory", client.info("memory")["used_memory"])
+                    wait_until(lambda: not is_taken())
+                    client.config_set("maxmemory", 0)
+                    clock.advance(MIN_BACKOFF_S)
+                    assert is_taken()
+                    written = f"entry {next(numbers) - 1}"
+                    wait_until(lambda name=written: self.raw_get(self.path(tmp_path, name)))
+            finally:
+                client.config_set("maxmemory", 0)
 
     def test_the_server_evicts_by_its_own_policy(self, tmp_path: Path) -> None:
         with closing(self.open_remote(tmp_path)) as tier, self.raw() as client:
