@@ -97,7 +97,11 @@ class Setting:
         self.store = TimedStore(self.clock)
         entry_format = SimpleNamespace(block_size=SIZE)
         access = SimpleNamespace(
-            entry_format=entry_format, journal=None, keep_share=1.0, admission="always"
+            entry_format=entry_format,
+            journal=None,
+            keep_share=1.0,
+            admission="always",
+            store=SimpleNamespace(promote_waiting=lambda: False),
         )
         self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())
         self.prefixes.open(self.events.append, self.store, self.store)
