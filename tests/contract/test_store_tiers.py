@@ -579,7 +579,8 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
         ("used_bytes", "shared"): scan(store).used_bytes,
     }
     put(store, "c")  # one goes down
-    assert read(store, "a") == body_of("a")  # and comes up, for which another goes down
+    assert read(store, "a") == body_of("a")
+    store.promote_waiting()  # and comes up, for which another goes down
     store.put(name_of("large"), body_of("large", 40_000))
     with pytest.raises(StoreFullError):
         store.put(name_of("too large"), body_of("too large", 2_000_000))
