@@ -29,6 +29,7 @@ from baton.testing.store_contract import (
 )
 from tests.contract.certificates import make_authority, make_certificate
 from tests.contract.server_faults import (
+    PATIENT_S,
     SLACK_S,
     TIMEOUT_S,
     QuickServer,
@@ -127,21 +128,21 @@ class TestRedisTier(ServerFaultContract):
             numbers = count()
 
             def is_taken() -> bool:
+                content = f"entry {next(numbers)}"
                 try:
-                    content = f"entry {next(numbers)}"
-                    return tier.put_behind(name_of(content), body_of(content)) is PutResult.STORED
+                    tier.put_behind(name_of(content), body_of(content))
                 except StoreError:
                     return False
+                return tier._behind.wait_empty(PATIENT_S)
 
             try:
                 for _ in range(3):
                     client.config_set("maxmemory", client.info("memory")["used_memory"])
-                    wait_until(lambda: not is_taken())
+                    assert is_taken()  # into the queue; the server refuses it
+                    assert not is_taken()
                     client.config_set("maxmemory", 0)
                     clock.advance(MIN_BACKOFF_S)
                     assert is_taken()
-                    written = f"entry {next(numbers) - 1}"
-                    wait_until(lambda name=written: self.raw_get(self.path(tmp_path, name)))
             finally:
                 client.config_set("maxmemory", 0)
 
