@@ -13,8 +13,9 @@ import pytest
 
 from baton.errors import ConfigError, StoreFullError
 from baton.net.tls import ClusterTls
-from baton.store.entry_format import make_header
+from baton.store.entry_format import HEADER_BYTES, make_header
 from baton.store.interface import PeerAccess, PutResult
+from baton.store.peer import client as client_module
 from baton.store.peer import server as server_module
 from baton.store.peer.addresses import find_listen_hosts
 from baton.store.peer.client import PeerClient
@@ -232,6 +233,28 @@ def test_peers_write_into_no_tiers_below() -> None:
             clock=ManualClock(),
             peers=access(serves=True),
         )
+
+
+def test_a_reader_without_memory_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(num_bytes: int) -> bytearray:
+        if num_bytes >= BODY_BYTES:
+            raise MemoryError
+        return bytearray(num_bytes)
+
+    with hosts(1) as [host]:
+        put(host, "a")
+        client = PeerClient(url_of(host), access(), PATIENT_S)
+        client.report()
+        num_fds = count_fds()
+        with monkeypatch.context() as patched:
+            patched.setattr(client_module, "bytearray", allocate, raising=False)
+            with pytest.raises(MemoryError):
+                client.use(name_of("a").hex(), 1 << 20)
+        wait_until(lambda: count_fds() == num_fds - 2)  # both ends
+        value = client.use(name_of("a").hex(), 1 << 20)
+        assert value is not None
+        assert value[HEADER_BYTES:] == body_of("a")
+        client.disconnect()
 
 
 def count_fds() -> int:

@@ -7,6 +7,7 @@ import socketserver
 import threading
 import time
 from contextlib import closing, contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,7 @@ from baton.testing.store_contract import (
 )
 from tests.contract.certificates import make_authority, make_certificate
 from tests.contract.server_faults import (
+    PATIENT_S,
     SLACK_S,
     TIMEOUT_S,
     QuickServer,
@@ -117,6 +119,32 @@ class TestRedisTier(ServerFaultContract):
                 client.config_set("maxmemory", 0)
             clock.advance(10 * MIN_BACKOFF_S)
             assert put(tier, "b") is PutResult.STORED
+
+    def test_a_server_that_has_taken_entries_again_is_not_left_alone_for_longer(
+        self, tmp_path: Path
+    ) -> None:
+        clock = ManualClock()
+        with closing(self.open_remote(tmp_path, clock)) as tier, self.raw() as client:
+            numbers = count()
+
+            def is_taken() -> bool:
+                content = f"entry {next(numbers)}"
+                try:
+                    tier.put_behind(name_of(content), body_of(content))
+                except StoreError:
+                    return False
+                return tier._behind.wait_empty(PATIENT_S)
+
+            try:
+                for _ in range(3):
+                    client.config_set("maxmemory", client.info("memory")["used_memory"])
+                    assert is_taken()  # into the queue; the server refuses it
+                    assert not is_taken()
+                    client.config_set("maxmemory", 0)
+                    clock.advance(MIN_BACKOFF_S)
+                    assert is_taken()
+            finally:
+                client.config_set("maxmemory", 0)
 
     def test_the_server_evicts_by_its_own_policy(self, tmp_path: Path) -> None:
         with closing(self.open_remote(tmp_path)) as tier, self.raw() as client:

@@ -448,10 +448,47 @@ class TestTiers(StoreContract):
             assert below.exists()
             assert not above.exists()
             assert read(store, "entry 0") == body_of("entry 0")
+            store.promote_waiting()
             assert above.exists()
             assert [read(store, f"entry {i}") for i in range(12)] == [
                 body_of(f"entry {i}") for i in range(12)
             ]
+
+    def test_a_read_is_one_use_and_a_look_none(self, tmp_path: Path) -> None:
+        options = {
+            "shared": {"directory": str(tmp_path)},
+            "file": {"directory": str(tmp_path / "files")},
+        }
+        with closing(open_store(("shared", "file"), options, **CONTRACT)) as store:
+            put(store.tiers[1], "a")
+            assert store.find([name_of("a")]) == 1
+            assert store.find_runs([name_of("a")]) == [("file", 1)]
+            assert read(store, "a") == body_of("a")
+            uses = [[entry.num_uses for entry in tier.entries()] for tier in store.tiers]
+            assert uses == [[0], [1]], "the copy was not used yet"
+
+    def test_a_read_does_not_wait_for_entries_that_make_room_for_its_copy(
+        self, tmp_path: Path
+    ) -> None:
+        options = {
+            "shared": {"directory": str(tmp_path), "capacity_bytes": 100_000},
+            "file": {"directory": str(tmp_path / "files")},
+        }
+        with closing(open_store(("shared", "file"), options, **CONTRACT)) as store:
+            for i in range(12):  # 8 fit above
+                put(store, f"entry {i}")
+            upper, lower = store.tiers
+            num_below = lower.report().counts.num_stored
+            for content in ("entry 0", "entry 1"):
+                assert read(store, content) == body_of(content)
+            assert lower.report().counts.num_stored == num_below
+            assert upper.find([name_of("entry 0")]) == 0
+            store.discard(name_of("entry 1"))
+            assert not store.promote_waiting()
+            assert upper.find([name_of("entry 0")]) == 1
+            assert store.find([name_of("entry 1")]) == 0, "it was discarded while it waited"
+            assert lower.report().counts.num_stored > num_below
+            assert not store.promote_waiting()
 
     def test_entries_are_found_by_the_tier_that_they_are_read_from(self, tmp_path: Path) -> None:
         tiers = [
@@ -542,7 +579,8 @@ def test_what_is_asked_of_each_tier_is_counted(tmp_path: Path) -> None:
         ("used_bytes", "shared"): scan(store).used_bytes,
     }
     put(store, "c")  # one goes down
-    assert read(store, "a") == body_of("a")  # and comes up, for which another goes down
+    assert read(store, "a") == body_of("a")
+    store.promote_waiting()  # and comes up, for which another goes down
     store.put(name_of("large"), body_of("large", 40_000))
     with pytest.raises(StoreFullError):
         store.put(name_of("too large"), body_of("too large", 2_000_000))

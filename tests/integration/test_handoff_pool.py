@@ -368,6 +368,7 @@ class Emptied:
         self.find, self.find_runs = inner.find, inner.find_runs
         self.put, self.discard = inner.put, inner.discard
         self.usage, self.close = inner.usage, inner.close
+        self.promote_waiting = inner.promote_waiting
 
     def try_lease(self, name: EntryName) -> Lease | None:
         lease = self._inner.try_lease(name)
@@ -388,6 +389,49 @@ def test_what_goes_together_with_its_note_is_not_waited_for(tmp_path: Path) -> N
         decode.start_receive(ticket, prompt, patience_s=10 * PATIENCE_S)
         assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, IN_STORE)]
         assert decode.read(0, IN_STORE) == prefill.read(0, IN_STORE)
+
+
+class Undiscarding:
+    """A store whose `discard` fails in a way that no tier should."""
+
+    def __init__(self, inner: Tier) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def discard(self, name: EntryName) -> None:
+        raise RuntimeError("cannot discard")
+
+
+def test_an_unexpected_error_ends_neither_the_thread_nor_a_wait(tmp_path: Path) -> None:
+    store = section(tmp_path)
+    with node(store, 4, 1) as prefill, node(store, 6, 2, wrap=Undiscarding) as decode:
+        prompt = make_prompt()
+        for _ in range(2):
+            ticket = make_ticket()
+            prefill_all(prefill, ticket, prompt)
+            decode.start_receive(ticket, prompt)
+            assert decode.hear(KVLanded) == [KVLanded(ticket.id, FIRST)]
+        ticket = make_ticket()
+        decode.start_receive(ticket, make_prompt(1))
+        decode.handoffs.abort(ticket.id, "the client left")
+        decode.hear(BlocksQuiescent)
+
+
+def test_an_order_that_cannot_be_carried_out_is_answered(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    wide = {"prompt_ids": make_prompt().astype(np.int64) + (1 << 40)}
+    order = prefill.order(make_ticket(), make_prompt(), PATIENCE_S) | wide
+    prefill.handoffs.start_send(SendOrder(**order, num_ready_tokens=0, blocks=prefill.table))
+    prefill.hear(SendFailed)
+    order = decode.order(make_ticket(), make_prompt(), PATIENCE_S) | wide
+    decode.handoffs.start_receive(ReceiveOrder(**order, start=0, blocks=decode.table))
+    decode.hear(KVFailed, BlocksQuiescent)
+    ticket, prompt = make_ticket(), make_prompt()
+    prefill_all(prefill, ticket, prompt)
+    decode.start_receive(ticket, prompt)
+    assert decode.hear(KVLanded) == [KVLanded(ticket.id, FIRST)]
 
 
 def test_another_tenant_or_prompt_finds_nothing(pair: tuple[Node, Node]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ WAIT_GUESS_S: Final = 0.001
 """From the order to the answer."""
 FORGOTTEN_AFTER_S: Final = 30.0
 """Then a wait that was long is not believed: it may have kept every prompt since from asking."""
+PROPORTIONAL: Final = 0.03
+"""Weight of a step without fixed time beside those that were seen: where all are of about one size,
+noise would decide what a token takes."""
 TOLERATED_SHARE: Final = 0.05
 """Of what a prompt takes: so much may be lost by asking for what is not there."""
 HELD_SHARE: Final = 0.04
@@ -27,13 +30,15 @@ HELD_SHARE: Final = 0.04
 class LookupCost:
     """Owned by the engine's thread, whose clock it is given.
 
-    `token_s`: what a token of a prompt takes to be computed; 0: unknown.
+    `token_s`: what a token of a prompt adds to the step that computes it; 0: unknown.
     """
 
     answered_at: Instant
     token_s: float = 0.0
     wait_s: float = WAIT_GUESS_S
     found_share: float = 0.0
+    _step_means: list[float] = field(default_factory=lambda: [0.0] * 4)
+    """Of steps: tokens, seconds, squares of tokens, tokens times seconds."""
 
     def count_worth_asking(self, now: Instant, entry_tokens: int) -> int:
         """How many tokens a prompt must lack, where it is held until the answer has come.
@@ -60,6 +65,10 @@ class LookupCost:
         """How long a prompt that lacks so many tokens is held for the answer."""
         return self.token_s * num_missing * self._held_share if self.token_s else LOAD_TIMEOUT_S
 
+    def compute_s(self, num_tokens: int) -> float:
+        """How long so many tokens of a prompt take to be computed."""
+        return self.token_s * num_tokens if self.token_s else LOAD_TIMEOUT_S
+
     def observe_answer(
         self, now: Instant, *, num_found: int, num_missing: int, waited_s: float
     ) -> None:
@@ -73,9 +82,15 @@ class LookupCost:
         """A step that computed prompts' tokens for the most part; short ones are ignored."""
         if num_tokens < LEAST_LEARNED_TOKENS:
             return
-        each = seconds / num_tokens
-        known = self.token_s or each
-        self.token_s = known + LEARNING * (each - known)
+        seen = num_tokens, seconds, num_tokens**2, num_tokens * seconds
+        share = LEARNING if self.token_s else 1.0
+        means = [mean + share * (x - mean) for mean, x in zip(self._step_means, seen, strict=True)]
+        self._step_means = means
+        # The slope of a line: a step takes some time whatever its tokens.
+        size, step_s, squares, products = means
+        slope = products - (1 - PROPORTIONAL) * size * step_s
+        slope /= squares - (1 - PROPORTIONAL) * size * size
+        self.token_s = min(max(slope, PROPORTIONAL * step_s / size), step_s / size)
 
     @property
     def _held_share(self) -> float:

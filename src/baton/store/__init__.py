@@ -17,6 +17,7 @@ File map:
     tiers/        the kinds: `host`, `shared` (this host's memory), `file`, `redis`, `object`
     compression.py    bodies in fewer bytes, and whether that pays (pure)
     compressed_lease.py   leases of such bodies
+    memory_lease.py   a lease of bytes of this process
     tiered.py     several tiers as one: demotion, copying up
     counted_tier.py   counters around a tier, for Prometheus
 """

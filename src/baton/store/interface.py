@@ -304,6 +304,19 @@ class DelaysPromotion(Protocol):
 
 
 @runtime_checkable
+class DemotesEntries(Protocol):
+    """A tier that copies what makes room for a put into the tier below, before the put returns."""
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a body of so many bytes can be put without that. Cheap; may be wrong.
+
+        Raises:
+            StoreError: the tier cannot be looked at.
+        """
+        ...
+
+
+@runtime_checkable
 class LeasesNewest(Protocol):
     """A store with tiers of one process above tiers of many: copies in the upper ones may be old.
 

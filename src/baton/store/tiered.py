@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.errors import StoreError
 from baton.store.counted_tier import CountedTier
 from baton.store.interface import (
     NO_TENANT,
     TIERS,
+    DemotesEntries,
     HasPlaces,
     NamedBody,
     PutResult,
     TierContext,
     Usage,
+    WritesBehind,
 )
+from baton.store.memory_lease import MemoryLease
 from baton.store.puts import take_one
 
 if TYPE_CHECKING:
@@ -38,6 +41,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+MAX_WAITING_BYTES: Final = 32 << 20
+"""Of entries that were read and are to be copied up: beyond that they are not."""
+PROMOTED_BYTES: Final = 4 << 20
+"""Copied up at once: a load that begins meanwhile waits for it."""
+
+
 class TierRun(NamedTuple):
     """So many names one after the other, whose entries would be read from this tier."""
 
@@ -48,13 +57,19 @@ class TierRun(NamedTuple):
 class TieredStore:
     """See `Tier`. Entries are put into the first tier, which demotes what it has no room for.
 
-    What is read from a lower tier is copied into the first one (see `DelaysPromotion`). An entry
+    What is read from a lower tier is copied into the first one (see `DelaysPromotion`): at once;
+    where others would have to be written into a lower tier for it, by `promote_waiting`. An entry
     too large for a tier, or put while it is full, goes to the next.
     """
 
     def __init__(self, tiers: Sequence[CountedTier]) -> None:
         """Take over open tiers, at least one; each hands down to the next already."""
         self.tiers = tuple(tiers)
+        first = self.tiers[0].inner
+        waits_below = any(not isinstance(tier.inner, WritesBehind) for tier in self.tiers[1:2])
+        self._demoting = first if waits_below and isinstance(first, DemotesEntries) else None
+        self._waiting: dict[EntryName, MemoryLease] = {}
+        self._waiting_bytes = 0
 
     @property
     def places(self) -> list[Tier]:
@@ -143,7 +158,28 @@ class TieredStore:
                 return tier.try_lease(name)
         return None
 
+    def promote_waiting(self) -> bool:
+        """Copy up a batch of entries that were read while the first tier had no room.
+
+        Returns:
+            Whether more of them wait.
+        """
+        if not self._waiting:
+            return False
+        tenant, num_bytes = next(iter(self._waiting.values())).tenant, 0
+        batch: list[tuple[EntryName, MemoryLease]] = []
+        for name, read in self._waiting.items():
+            num_bytes += read.num_bytes
+            if batch and (num_bytes > PROMOTED_BYTES or read.tenant != tenant):
+                break
+            batch.append((name, read))
+        for name, _ in batch:
+            self._drop_waiting(name)
+        self._copy_up(batch)
+        return bool(self._waiting)
+
     def discard(self, name: EntryName) -> None:
+        self._drop_waiting(name)
         for tier in self.tiers:
             tier.discard(name)
 
@@ -182,24 +218,45 @@ class TieredStore:
             tier.close()
 
     def _promote(self, name: EntryName, lease: EntryLease) -> EntryLease | None:
-        """Copy an entry up; a lease of the copy, or of the entry itself where there is no room."""
+        """Copy an entry up, now or later; a lease of what was read, None if it is damaged."""
         try:
             body = memoryview(bytearray(lease.num_bytes))
         except MemoryError:
             return lease
-        if not lease.try_read(body):
-            lease.release()
-            return None
+        with lease:
+            if not lease.try_read(body):
+                return None
+            read = MemoryLease(body, lease.tenant)
+        if self._must_wait(len(body)):
+            self._add_waiting(name, read)
+        else:
+            self._copy_up([(name, read)])
+        return read
+
+    def _must_wait(self, num_bytes: int) -> bool:
+        """Whether others would be written into the tier below first, and a load wait for that."""
         try:
-            self.tiers[0].put(name, body, lease.tenant)
-        except StoreError as exc:
-            logger.debug("store: an entry stays where it is: %s", exc)
-            return lease
-        promoted = self.tiers[0].inner.try_lease(name)  # it was a miss, and stays one
-        if promoted is None:
-            return lease
-        lease.release()
-        return promoted
+            return self._demoting is not None and not self._demoting.has_room(num_bytes)
+        except StoreError:
+            return True
+
+    def _add_waiting(self, name: EntryName, read: MemoryLease) -> None:
+        self._drop_waiting(name)
+        if self._waiting_bytes + read.num_bytes <= MAX_WAITING_BYTES:
+            self._waiting[name] = read
+            self._waiting_bytes += read.num_bytes
+
+    def _drop_waiting(self, name: EntryName) -> None:
+        read = self._waiting.pop(name, None)
+        if read is not None:
+            self._waiting_bytes -= read.num_bytes
+
+    def _copy_up(self, reads: Sequence[tuple[EntryName, MemoryLease]]) -> None:
+        """Put entries of one tenant into the first tier."""
+        entries = [NamedBody(name, read.body) for name, read in reads]
+        for outcome in self.tiers[0].put_many(entries, reads[0][1].tenant):
+            if isinstance(outcome, StoreError):
+                logger.debug("store: an entry stays where it is: %s", outcome)
 
 
 class _Lookup:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.auth.ticket import hash_tenant
-from baton.engines.lookup_cost import LOAD_TIMEOUT_S, LookupCost
+from baton.engines.lookup_cost import HELD_SHARE, LOAD_TIMEOUT_S, LookupCost
 from baton.engines.vllm.kept_blocks import KeptBlocks
 from baton.engines.vllm.prefix_admission import PrefixAdmission
 from baton.engines.vllm.prefix_schedule import MAX_UNDER_WAY, PrefixSchedule
@@ -361,6 +361,53 @@ def test_a_rank_has_few_orders_at_once(stored: Admission) -> None:
     orders = plan(stored)
     assert orders is not None
     assert [lookup.request for lookup in orders.lookups] == names[-1:]
+
+
+def fill_places(admission: Admission) -> None:
+    for n in range(MAX_UNDER_WAY):
+        assert admission.count_missing(asking(f"under way {n}"), 0) is None
+    plan(admission)
+
+
+def compute_a_step(admission: Admission, clock: ManualClock, token_s: float) -> None:
+    output = step()
+    output.total_num_scheduled_tokens = 640
+    admission.step(SimpleNamespace(**vars(output)))
+    clock.advance(640 * token_s)
+    admission.update_from_workers(None, None, None)
+
+
+@pytest.mark.parametrize("token_s", [0.0, 0.01])
+def test_a_prompt_that_waits_for_a_place_for_too_long_is_computed(
+    stored: Admission, clock: ManualClock, token_s: float
+) -> None:
+    """As long as others are held for an answer; where it is not known what computing takes: 2 s."""
+    limit_s = LOAD_TIMEOUT_S
+    if token_s:
+        compute_a_step(stored, clock, token_s)
+        limit_s = HELD_SHARE * token_s * len(PROMPT)
+    fill_places(stored)
+    asked = asking("next")
+    for _ in range(2):
+        assert stored.count_missing(asked, 0) is None
+        clock.advance(0.501 * limit_s)
+    assert stored.count_missing(asked, 0) == 0
+    assert plan(stored) is None
+
+
+def test_a_prompt_that_was_found_waits_to_be_loaded_no_longer_than_computing_takes(
+    stored: Admission, clock: ManualClock
+) -> None:
+    compute_a_step(stored, clock, 0.01)
+    asked = find(stored, 16, 16, num_read=0)
+    assert stored.count_missing(asked, 4) == 12
+    fill_places(stored)
+    for _ in range(2):
+        assert stored.count_missing(asked, 4) is None
+        clock.advance(0.501 * 0.12)
+    assert stored.count_missing(asked, 4) == 0
+    stored.allocated(asked, ([30, 31, 32, 33, 34, 35],), 0)
+    assert plan(stored) == PrefixOrders(released=("r",))
 
 
 def test_blocks_are_held_until_every_rank_has_kept_them(stored: Admission, pool: Pool) -> None:

@@ -221,6 +221,27 @@ def test_what_was_read_for_a_request_that_ended_is_released(
     assert store.released == [order.id for order in store.orders]
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_load_has_the_id_of_the_lookup_that_found_it(
+    stored: RankHarness, store: RecordingStore, is_released: bool
+) -> None:
+    """The store remembers what it has found, and does not look again."""
+    run(stored, look_up())
+    (lookup,) = store.orders
+    answer(stored, PrefixFound(lookup.id, 16))
+    run(stored)
+    if is_released:
+        run(stored, PrefixOrders(released=("r",)))
+    run(stored, load())
+    load_order = store.orders[-1]
+    assert isinstance(load_order, LoadOrder)
+    assert (load_order.id == lookup.id) is not is_released
+    answer(stored, KVLanded(load_order.id, None, 16))
+    assert run(stored) == ({"r"}, set(), None)
+    run(stored, load())
+    assert store.orders[-1].id not in {lookup.id, load_order.id}, "once"
+
+
 def test_a_release_of_what_another_rank_has_read_does_not_end_a_load(
     stored: RankHarness, store: RecordingStore
 ) -> None:

@@ -77,6 +77,7 @@ class Setting:
             journal=None,
             keep_share=SHARE,
             admission="always",
+            store=SimpleNamespace(promote_waiting=lambda: False),
             view=SimpleNamespace(layout=SimpleNamespace(shard=None)),
         )
         self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())

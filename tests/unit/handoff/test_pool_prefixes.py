@@ -49,6 +49,7 @@ class TimedStore:
     tiers: Sequence[TierRun] = (TierRun("shared", NUM_ENTRIES),)
     entry_s: dict[str, float] = field(default_factory=lambda: {"shared": BATCH_S})
     loaded: list[tuple[int, int]] = field(default_factory=list)
+    read_from: list[int] = field(default_factory=list)
 
     def find_tiers(self, segments: Sequence[TokenSegment]) -> list[TierRun]:
         self.num_looks += 1
@@ -64,6 +65,7 @@ class TimedStore:
         """One entry; of the time, half is spent after the read."""
         assert after is None
         at = segments[0].start // SIZE
+        self.read_from.append(segments[0].start)
         tiers = [run.tier for run in self.tiers for _ in range(run.num)]
         entry_s = self.entry_s[tiers[at]]
         self.clock.advance(entry_s)
@@ -95,7 +97,11 @@ class Setting:
         self.store = TimedStore(self.clock)
         entry_format = SimpleNamespace(block_size=SIZE)
         access = SimpleNamespace(
-            entry_format=entry_format, journal=None, keep_share=1.0, admission="always"
+            entry_format=entry_format,
+            journal=None,
+            keep_share=1.0,
+            admission="always",
+            store=SimpleNamespace(promote_waiting=lambda: False),
         )
         self.prefixes = StoredPrefixes(access, "f", self.clock, lambda call: call())
         self.prefixes.open(self.events.append, self.store, self.store)
@@ -108,9 +114,9 @@ class Setting:
         self.prefixes.start_load(order)
         return order
 
-    def look_up(self, number: int) -> None:
+    def look_up(self, number: int, start: int = 0) -> None:
         ids = np.full(NUM_ENTRIES * SIZE, number, np.int32)
-        self.prefixes.start_lookup(LookupOrder(name(number), "", ids, 0, TOKEN_S))
+        self.prefixes.start_lookup(LookupOrder(name(number), "", ids, start, TOKEN_S))
 
     def read(self, number: int, start: int = 0) -> PrefixFound:
         ids = np.full(NUM_ENTRIES * SIZE, number, np.int32)
@@ -249,6 +255,16 @@ def test_what_a_lookup_found_is_loaded_without_a_second_look() -> None:
     it.run()
     assert it.events[1:] == [KVLanded(name(1), None, 2 * SIZE)]
     assert it.store.num_looks == 1
+
+
+def test_what_the_engines_cache_lost_since_the_lookup_is_loaded_too() -> None:
+    """Its tokens before what was found are in the load's blocks as well."""
+    it = Setting()
+    it.look_up(1, start=2 * SIZE)
+    it.load(1)
+    it.run()
+    assert it.events[1:] == [KVLanded(name(1), None, NUM_ENTRIES * SIZE)]
+    assert it.store.read_from == [at * SIZE for at in range(NUM_ENTRIES)]
 
 
 def test_a_lookup_that_found_nothing_is_not_remembered() -> None:

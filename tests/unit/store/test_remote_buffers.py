@@ -138,3 +138,14 @@ def test_after_a_failure_what_waits_is_dropped() -> None:
     assert queue.try_add(NAMES[1], bytes(100)), "its room is free again"
     assert queue.wait_empty(30)
     assert written == [NAMES[1]]
+
+
+def test_what_was_written_is_reported_once_and_not_after_a_failure() -> None:
+    queue, _, may_write = make_queue(100)
+    may_write.set()
+    assert not queue.take_success()
+    for value, has_written in ((bytes(30), True), (b"bad", False), (bytes(30), True)):
+        queue.try_add(NAMES[0], value)
+        assert queue.wait_empty(30)
+        assert queue.take_success() is has_written
+        assert not queue.take_success()

@@ -84,7 +84,10 @@ class PrefixAdmission:
             if num_missing < fewest or _ignores_caches(request):
                 schedule.skip(request.request_id, num_cached_tokens)
             elif schedule.is_full:
-                return None
+                limit_s = schedule.cost.compute_held_s(num_missing)
+                if not schedule.waits_too_long(request.request_id, limit_s, self._clock.now()):
+                    return None
+                schedule.skip(request.request_id, num_cached_tokens)
             elif isinstance(adapter := identify(), NotIdentified):
                 schedule.skip(request.request_id, num_cached_tokens)
             else:

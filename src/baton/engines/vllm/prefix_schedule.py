@@ -106,6 +106,8 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._num_ranks, self._block_size = num_ranks, block_size
         self._states: dict[VllmRequestId, State] = {}
         self._under_way: set[VllmRequestId] = set()
+        self._waits: dict[VllmRequestId, Instant] = {}
+        """Since when requests have waited for a place."""
         self._pending: _Pending | None = None
 
     def __len__(self) -> int:
@@ -119,12 +121,18 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         """Whether another lookup or load has to wait."""
         return len(self._under_way) >= MAX_UNDER_WAY
 
+    def waits_too_long(self, request: VllmRequestId, limit_s: float, now: Instant) -> bool:
+        """Whether a request that is to wait for a place has waited for `limit_s` already."""
+        return now - self._waits.setdefault(request, now) >= limit_s
+
     def skip(self, request: VllmRequestId, num_cached_tokens: int) -> None:
         """Do not look for this request's prompt."""
+        self._waits.pop(request, None)
         self._states[request] = Local(num_cached_tokens)
 
     def ask(self, lookup: LookUp, now: Instant) -> None:
         """A prompt is looked for: `count_missing` is None until it is answered."""
+        self._waits.pop(lookup.request, None)
         self._states[lookup.request] = Asked(lookup, now, len(lookup.packed_ids) // TOKEN_BYTES)
         self._under_way.add(lookup.request)
 
@@ -151,7 +159,10 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         missing = state.stop - num_cached_tokens
         if missing <= 1:
             return 0
-        return None if self.is_full and not state.is_read else missing
+        if not self.is_full or state.is_read:
+            return missing
+        limit_s = self.cost.compute_s(missing)  # then to compute it is no slower
+        return 0 if self.waits_too_long(request, limit_s, now) else None
 
     def is_read(self, request: VllmRequestId) -> bool:
         """Whether what is to be loaded for a request is in all ranks' memory."""
@@ -166,6 +177,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         state = self._states.get(request)
         if not isinstance(state, Found):
             return
+        self._waits.pop(request, None)
         if num_tokens == 0:
             self._states[request] = Local(state.stop)
             self._release(state)
@@ -222,6 +234,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             what vLLM takes them to hold.
         """
         state = self._states.pop(request, None)
+        self._waits.pop(request, None)
         self._under_way.discard(request)
         match state:
             case Loading():
@@ -316,8 +329,8 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         return found
 
     def _release(self, state: Asked | Found) -> None:
-        """The ranks need not keep what they have read, or may be about to."""
-        if isinstance(state, Asked) or state.is_read:
+        """The ranks need not remember what they have found or read, or may be about to."""
+        if isinstance(state, Asked) or state.stop > state.lookup.start:
             self._orders().released.append(state.lookup.request)
 
     def _orders(self) -> _Pending:

@@ -78,6 +78,9 @@ class RankPrefixes:
         """Of lookups and loads that are open: a request has one at most."""
         self._read: dict[VllmRequestId, TicketId] = {}
         """Lookups whose KV is in the store's memory, until it is in blocks or released."""
+        self._found_by: dict[VllmRequestId, TicketId] = {}
+        """Lookups that found what is not read yet: the load has the same order id, so that the
+        store does not look again."""
         self._late: set[TicketId] = set()
         self._num_orders = self._num_awaited = 0
         self._found: list[tuple[VllmRequestId, int]] = []
@@ -141,6 +144,9 @@ class RankPrefixes:
                 self._reported_read.append(closed.task.request)
         if closed is None:
             return
+        is_remembered = not (is_read or closed.is_aborted)
+        if is_remembered and type(closed.task) is LookUp and num_tokens > closed.task.start:
+            self._found_by[closed.task.request] = order
         if not isinstance(closed.task, Keep):
             took_s = self._clock.now() - closed.began_at
             self.answer_s = max(took_s, self.answer_s + LEARNING * (took_s - self.answer_s))
@@ -224,7 +230,7 @@ class RankPrefixes:
             after = self._record_position()
             return KeepOrder(order, salt, ids, table, after=after, adapter=task.adapter)
         if isinstance(task, StartLoad):
-            return self._make_load(order, task)
+            return self._make_load(self._found_by.pop(task.request, order), task)
         return ReadOrder(order, salt, ids, task.start, task.token_s, adapter=task.adapter)
 
     def _make_load(self, order: TicketId, load: StartLoad) -> LoadOrder:
@@ -252,6 +258,7 @@ class RankPrefixes:
 
     def _release(self, store: ReadsPrefixes, request: VllmRequestId) -> None:
         """What was read of a request's prompt is not needed, nor what is being read."""
+        self._found_by.pop(request, None)
         order = self._read.pop(request, None)
         if order is not None:
             store.release(order)

@@ -215,7 +215,7 @@ class StoredPrefixes:
         self.put_command(partial(self._abort_load, order))
 
     def step(self) -> float | None:
-        """One batch of each load; of what is to be kept now and then, where something is loaded.
+        """One batch of each load; between these, now and then, of what is to be kept or copied up.
 
         Returns how long there is nothing to do then; None: until the next call.
         """
@@ -227,7 +227,7 @@ class StoredPrefixes:
             if now < self._others_at:
                 return 0.0
             self._others_at = Instant(now + OTHERS_S)
-        waits = (self._keeps.step(), self._check_reported())
+        waits = (self._keeps.step(), self._check_reported(), self._promote())
         if self._loads:
             return 0.0
         return min((each for each in waits if each is not None), default=None)
@@ -236,6 +236,13 @@ class StoredPrefixes:
         journal = self.access.journal
         try:
             return None if journal is None else journal.step(self._writer.name_parts)
+        except Exception as exc:  # noqa: BLE001 - a broken store must not end this thread
+            _log(exc)
+            return ERROR_PAUSE_S
+
+    def _promote(self) -> float | None:
+        try:
+            return 0.0 if self.access.store.promote_waiting() else None
         except Exception as exc:  # noqa: BLE001 - a broken store must not end this thread
             _log(exc)
             return ERROR_PAUSE_S
@@ -302,7 +309,7 @@ class StoredPrefixes:
         order = load.order
         load.num_tokens = order.start
         found = self._found.pop(order.id, None)
-        if found is None:
+        if found is None or found.segments[0].start > order.start:  # the cache has lost tokens
             found = self._find(order)
         stop = len(order.prompt_ids)
         first = sum(each.stop <= order.start for each in found.segments)

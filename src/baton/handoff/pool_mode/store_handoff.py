@@ -151,7 +151,11 @@ class StoreHandoff:
     def _run(self) -> None:
         wait_s: float | None = 0.0  # the store is looked at before the first command, too
         while not self._is_stopping:
-            wait_s = self.step(wait_s)
+            try:
+                wait_s = self.step(wait_s)
+            except Exception as exc:  # noqa: BLE001 - all handoffs would wait without limit
+                _log_unexpected(exc)
+                wait_s = TICK_S
         self._heartbeat_writer.remove()
         self.access.store.close()
 
@@ -226,18 +230,17 @@ class StoreHandoff:
             self._reader.find_marker(store_read)
             if self._reader.read_batch(store_read):
                 return True
-            if not store_read.pending_segments:
-                del self._reads[ticket]
-                self._reader.complete(store_read)
-                return False
-            end = self._find_end(store_read)
+            end = self._find_end(store_read) if store_read.pending_segments else None
             # What was put before the end came may have been missed by the look before it.
             if end is not None and self._reader.read_batch(store_read):
                 return True
         except Exception as exc:  # noqa: BLE001 - one broken handoff must not end all others
             _log_unexpected(exc)
             end = Tombstone(str(exc), "store")
-        if end is not None:
+        if not store_read.pending_segments:
+            del self._reads[ticket]
+            self._reader.complete(store_read)
+        elif end is not None:
             del self._reads[ticket]
             self._reader.end_early(store_read, end.reason, end.stage)
         return False
@@ -287,7 +290,11 @@ class StoreHandoff:
             salt,
             self.access.entry_format.block_size,
         )
-        return hash_segments(domain, order.prompt_ids)
+        try:
+            return hash_segments(domain, order.prompt_ids)
+        except Exception as exc:  # noqa: BLE001 - its engine is to be answered
+            _log_unexpected(exc)
+            return ()
 
     def _layer_ready(
         self,
@@ -308,8 +315,8 @@ class StoreHandoff:
 
     def _abort(self, ticket: TicketId, reason: str) -> None:
         if self._reads.pop(ticket, None) is not None:
-            self._reader.remove_markers(ticket)
             self._emit(BlocksQuiescent(ticket))
+            self._reader.remove_markers(ticket)
         else:
             self._fail_write(ticket, reason, "abort")
 
@@ -332,13 +339,13 @@ class StoreHandoff:
         return Instant(min(order.deadline, self._clock.now() + self._timeout_s))
 
     def _begin_stop(self) -> None:
+        self._is_stopping = True
         for ticket in tuple(self._writes):
             self._fail_write(ticket, STOPPING, "stop")
         for store_read in self._reads.values():
             self._reader.end_early(store_read, STOPPING, "stop")
         self._reads.clear()
         self.prefixes.stop()
-        self._is_stopping = True
 
 
 def _nothing() -> None:

@@ -240,7 +240,7 @@ class StoreReader:
 
     def complete(self, store_read: StoreRead) -> None:
         """All is in place. A first token that is not here yet is not waited for."""
-        marker = self.find_marker(store_read)
+        marker = store_read.marker
         store_read.order.trace.stamp(Stamp.LAST_LAYER_LANDED, self._clock.now())
         self._end(store_read, store_read.complete(None if marker is None else marker.first_token))
 
@@ -255,9 +255,11 @@ class StoreReader:
             remove_marker(self._store, ticket, part)
 
     def _end(self, store_read: StoreRead, events: Sequence[HandoffEvent]) -> None:
-        self.remove_markers(store_read.order.ticket.id)
-        for event in events:
-            self._emit(event)
+        try:
+            self.remove_markers(store_read.order.ticket.id)
+        finally:  # an engine waits for these
+            for event in events:
+                self._emit(event)
 
     def _read(
         self, batch: Sequence[TokenSegment], bodies: Sequence[EntryBodies]

@@ -154,7 +154,7 @@ class StoreWriter:
         try:
             for part in self._copier.parts:
                 put_marker(self._store, order.ticket.id, part, marker)
-        except StoreError as exc:
+        except Exception as exc:  # noqa: BLE001 - its engine is to be answered
             logger.debug("pool: no note of ticket %s: %s", order.ticket.id.hex(), exc)
 
 

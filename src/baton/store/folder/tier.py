@@ -128,6 +128,10 @@ class FolderTier:
         self._files.mark_use(name, status)
         return lease
 
+    def has_room(self, num_bytes: int) -> bool:
+        """See `DemotesEntries`."""
+        return self._capacity.peek().free_bytes >= self._bodies.compute_cost(num_bytes)
+
     def pin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""
         status = self._entries.find(name)

@@ -164,6 +164,9 @@ class PeerClient:
             is_broken = was_open and isinstance(exc, ConnectionError)
             failure = _BrokenError if is_broken else StoreError
             raise failure(f"peer {self._url}: {exc}") from exc
+        except BaseException:  # half of an answer may be left in it
+            self._close(connection)
+            raise
         self._give_back(connection)
         return result
 

@@ -374,6 +374,8 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             self._writes.fail(now)
         elif failure is not None:
             self._fail(failure)
+        elif self._behind.take_success():
+            self._writes.succeed()
         self._end_report(now)
         if self._server.try_begin_trial(now) or (
             self._server.is_closed and now >= self._reported_at + REPORT_INTERVAL_S

@@ -40,6 +40,7 @@ class WriteBehind:
         self._writing: dict[EntryName, bytes] = {}
         self._num_active = self._num_bytes = 0
         self._failure: StoreError | None = None
+        self._has_written = False
         self.num_dropped = 0
 
     def try_add(self, name: EntryName, value: bytes) -> bool:
@@ -78,6 +79,12 @@ class WriteBehind:
             failure, self._failure = self._failure, None
             return failure
 
+    def take_success(self) -> bool:
+        """Whether a value was written since the last call, and no write has failed since."""
+        with self._changed:
+            has_written, self._has_written = self._has_written, False
+            return has_written
+
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until all is written or dropped; whether it is."""
         with self._changed:
@@ -105,6 +112,7 @@ class WriteBehind:
     def _end(self, name: EntryName, failure: StoreError | None) -> None:
         with self._changed:
             self._num_bytes -= len(self._writing.pop(name))
+            self._has_written = failure is None
             if failure is not None:
                 self._failure = failure
                 self.num_dropped += 1 + len(self._waiting)

@@ -13,7 +13,7 @@ import threading
 from array import array
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
@@ -31,6 +31,7 @@ from baton.store.interface import (
     PutResult,
     Usage,
 )
+from baton.store.memory_lease import MemoryLease
 from baton.store.peer.addresses import parse_listen
 from baton.store.peer.server import EntryServer, ServerOptions
 from baton.store.puts import put_each, take_one
@@ -67,28 +68,6 @@ class _Holder:
 
 _NO_HOLDER: Final = _Holder(NO_TENANT)
 """Of rows that are free."""
-
-
-class HostLease:
-    """See `EntryLease`: a reference to bytes that never change."""
-
-    def __init__(self, body: bytes, tenant: TenantLabel) -> None:
-        self._body, self.tenant = body, tenant
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self._body)
-
-    def try_read(self, into: memoryview) -> bool:
-        into[:] = self._body
-        return True
-
-    def release(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class HostTier:
@@ -134,13 +113,13 @@ class HostTier:
                     logger.debug("store: an entry is in this process's memory alone: %s", outcome)
         return outcomes
 
-    def try_lease(self, name: EntryName) -> HostLease | None:
+    def try_lease(self, name: EntryName) -> MemoryLease | None:
         with self._lock:
             row = self._table.find(name)
             if row == NO_ROW:
                 return None
             self._touch(row)
-            return HostLease(self._bodies[row], self._holders[row].label)
+            return MemoryLease(self._bodies[row], self._holders[row].label)
 
     def discard(self, name: EntryName) -> None:
         with self._lock:
