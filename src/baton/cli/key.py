@@ -87,7 +87,7 @@ def show(*, file: File = None) -> int:
         shown = ("" if limit is None else str(limit) for limit in limits)
         rank = (key.priority, f"{key.weight:g}")
         table.add_row(key.id, key.tenant, expires or "never", *shown, *rank)
-    Console().print(table)
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
     return 0
 
 
@@ -207,7 +207,7 @@ def show_identity(
     table = Table("role", "name", "serial number", "good until", "")
     for row in describe(directory):
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
     return 0
 
 

@@ -270,3 +270,16 @@ def test_control_without_a_fleet_says_what_to_do(arguments, code, message, capsy
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("arguments", [["size", "--list"], ["config", "show", "--json"]])
+def test_output_that_nobody_reads_any_more_is_no_error(arguments):
+    """As of `baton size --list | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "baton.cli", *arguments]
+    try:
+        process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (process.returncode, process.stderr) == (0, b"")
