@@ -52,6 +52,8 @@ def add(  # noqa: PLR0913 - one for each option
     keys = read_keys(path) if path.exists() else ()
     expires_at = None
     if expires_days is not None:
+        if expires_days < 1:
+            raise ConfigError("--expires-days: a number above 0")
         expires_at = int(MachineClock().unix_now()) + expires_days * DAY_S
     text, kept = make_key(
         tenant,

@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _leave_closed_output() -> bool:
-    """Whether standard output is a pipe that nobody reads any more. What is left is then dropped."""
+    """Whether standard output is a pipe without a reader. What is left for it is then dropped."""
     poll = select.poll()
     poll.register(sys.stdout, 0)
     if not any(event & select.POLLERR for _, event in poll.poll(0)):

@@ -13,7 +13,16 @@ from baton.cli.main import run
 from baton.config.resolve import CommandLine, resolve
 from baton.launch.ray.plan import plan_fleet
 
-HEAVY = ("torch", "transformers", "numpy", "aiohttp", "uvicorn", "starlette", "uvloop")
+HEAVY = (
+    "torch",
+    "transformers",
+    "numpy",
+    "aiohttp",
+    "uvicorn",
+    "starlette",
+    "uvloop",
+    "cryptography",
+)
 COMMANDS = (
     [],
     ["up"],
