@@ -164,6 +164,9 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
         ),
         (["gateway", "--decode", "https://127.0.0.1:1", "--tls-key", "/x"], "go together"),
         (["gateway", "--decode", "nonsense"], "'nonsense' is not a worker's address"),
+        (["gateway", "--members", "etcd:/a"], "or announced, with gateway.announce_port"),
+        (["store", "serve", "--store", "host", "--port", "65536"], "a number from 0 to 65535"),
+        (["key", "client", "add", "--tenant", "a", "--expires-days", "0"], "a number above 0"),
     ],
 )
 def test_a_wrong_configuration_exits_with_2_and_no_traceback(arguments, message, capsys):
