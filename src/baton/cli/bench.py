@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Parameter
 
-from baton.auth.credentials import Credentials
 from baton.cli.flags import ConfigFlags
 from baton.clock import Clock, MachineClock
 from baton.config.environment import read_environment
 from baton.config.sections import Config
 from baton.errors import ConfigError
-from baton.net.credentials import find_credentials
 
 if TYPE_CHECKING:
+    from baton.auth.credentials import Credentials
     from baton.bench.link.report import Report
     from baton.bench.link.runner import Plan
     from baton.rig.nodes import Address, Nodes
@@ -165,7 +164,9 @@ def _open_nodes(a: str | None, b: str | None, config: Config, clock: Clock) -> "
     return RemoteNodes(driver, owner, _credentials(config, (driver.host, owner.host)), clock)
 
 
-def _credentials(config: Config, hosts: Sequence[str]) -> Credentials:
+def _credentials(config: Config, hosts: Sequence[str]) -> "Credentials":
+    from baton.net.credentials import find_credentials  # noqa: PLC0415 - too heavy for --help
+
     return find_credentials(config.cluster, config.security, read_environment(), hosts).credentials
 
 

@@ -1,9 +1,6 @@
 """`baton status`, `logs`, `scale`, `drain`, `upgrade`, `down`: control of a fleet that runs."""
 
 # Annotations are read at run time here: cyclopts parses by them.
-import os
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
@@ -105,11 +102,7 @@ def down(*, fleet: Fleet = DEFAULT_FLEET, on: On = LOCAL) -> int:
 def _print_lines(fleet: str, on: str, begin: "Callable[[FleetControl], AsyncIterator[str]]") -> int:
     async def run(control: "FleetControl") -> int:
         async for line in begin(control):
-            try:
-                print(line, flush=True)
-            except BrokenPipeError:  # `| head` has what it wanted
-                _close_standard_output()
-                return 0
+            print(line, flush=True)
         return 0
 
     return _run(fleet, on, run)
@@ -164,9 +157,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _close_standard_output() -> None:
-    """What Python writes there on its way out must not fail again."""
-    with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())

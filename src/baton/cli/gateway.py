@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from msgspec import structs
 
-from baton.auth.certificates import IdentityRole
 from baton.cli.flags import (
     ClientKeys,
     ConfigFlags,
@@ -27,10 +26,11 @@ from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, ScalingSection
 from baton.errors import ConfigError
-from baton.gateway.options import GatewayOptions, WorkerAddress, WorkerPrices
 from baton.gateway.targets import Targets
-from baton.net.credentials import find_credentials
 from baton.protocol.worker_http import Role
+
+if TYPE_CHECKING:
+    from baton.gateway.options import GatewayOptions, WorkerPrices
 
 
 @Parameter(name="*")
@@ -114,8 +114,12 @@ def gateway(flags: GatewayFlags | None = None) -> int:
     return 0
 
 
-def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
+def gateway_options(config: Config, status_fd: int) -> "GatewayOptions":
     """What a gateway is built from."""
+    from baton.auth.certificates import IdentityRole  # noqa: PLC0415 - too heavy for --help
+    from baton.gateway.options import GatewayOptions, WorkerAddress  # noqa: PLC0415
+    from baton.net.credentials import find_credentials  # noqa: PLC0415
+
     section = config.gateway
     announces = section.announce_port is not None
     hosts = (section.host, *((section.announce_host,) if announces else ()))
@@ -147,8 +151,10 @@ def gateway_options(config: Config, status_fd: int) -> GatewayOptions:
     )
 
 
-def _find_prices(scaling: ScalingSection) -> WorkerPrices | None:
+def _find_prices(scaling: ScalingSection) -> "WorkerPrices | None":
     """None where all are the default and nothing bounds their sum: then they mean nothing."""
+    from baton.gateway.options import WorkerPrices  # noqa: PLC0415 - too heavy for --help
+
     prices = WorkerPrices(scaling.price_prefill, scaling.price_decode, scaling.price_both)
     is_default = prices == WorkerPrices(1.0, 1.0, 1.0) and scaling.max_price is None
     return None if is_default else prices

@@ -52,6 +52,8 @@ def add(  # noqa: PLR0913 - one for each option
     keys = read_keys(path) if path.exists() else ()
     expires_at = None
     if expires_days is not None:
+        if expires_days < 1:
+            raise ConfigError("--expires-days: a number above 0")
         expires_at = int(MachineClock().unix_now()) + expires_days * DAY_S
     text, kept = make_key(
         tenant,
@@ -87,7 +89,7 @@ def show(*, file: File = None) -> int:
         shown = ("" if limit is None else str(limit) for limit in limits)
         rank = (key.priority, f"{key.weight:g}")
         table.add_row(key.id, key.tenant, expires or "never", *shown, *rank)
-    Console().print(table)
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
     return 0
 
 
@@ -207,7 +209,7 @@ def show_identity(
     table = Table("role", "name", "serial number", "good until", "")
     for row in describe(directory):
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False, highlight=False, soft_wrap=True).print(table)
     return 0
 
 

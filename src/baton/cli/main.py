@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import select
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cyclopts import App, Parameter
@@ -97,6 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. A wrong command line exits with 2 by itself."""
     try:
         result = build_app()(list(arguments))
+        sys.stdout.flush()
     except BatonError as exc:
         if _wants_traceback(arguments):
             traceback.print_exc()
@@ -104,6 +108,10 @@ def run(arguments: Sequence[str]) -> int:
         return MISUSED if isinstance(exc, ConfigError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        if not _leave_closed_output():
+            raise
+        return 0  # `| head` has what it wanted
     return result if isinstance(result, int) else 0
 
 
@@ -112,6 +120,17 @@ def main() -> None:
     # Searching all modules for garbage on the way out takes seconds with an engine's thousands.
     atexit.register(gc.freeze)
     sys.exit(run(sys.argv[1:]))
+
+
+def _leave_closed_output() -> bool:
+    """Whether standard output is a pipe without a reader. What is left for it is then dropped."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return True
 
 
 def _show_default(value: object) -> str | None:

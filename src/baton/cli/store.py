@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FAILED: Final = 1
 MIB: Final = 1 << 20
+MAX_PORT: Final = 65_535
 ALL_DAMAGED: Final = (
     "baton: every entry looks damaged: is this the workers' cluster key? It is in "
     "BATON_CLUSTER_KEY, or in the file of [cluster] key_file. Entries of another version of Baton "
@@ -261,6 +262,8 @@ def serve(
     """
     from baton.ops.store_daemon import run_store_daemon  # noqa: PLC0415 - for --help
 
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--port {port}: give a number from 0 to {MAX_PORT}")
     if verify_mib_per_s < 0:
         raise ConfigError("--verify-mib-per-s takes no negative number")
     config = (flags or ConfigFlags()).resolve().to_config()

@@ -2,21 +2,21 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from msgspec import structs
 
-from baton.auth.certificates import IdentityRole
-from baton.auth.credentials import Credentials
 from baton.cli.flags import ConfigFlags, Engine, Model, Sets, StatusFd, Store, Transport
 from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.environment import change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
 from baton.config.topology import find_worker_topology
-from baton.net.credentials import find_credentials
-from baton.worker.options import ProcessOptions
+
+if TYPE_CHECKING:
+    from baton.auth.credentials import Credentials
+    from baton.worker.options import ProcessOptions
 
 
 @Parameter(name="*")
@@ -84,8 +84,10 @@ def worker(flags: WorkerFlags | None = None) -> int:
     return 0
 
 
-def _credentials(config: Config) -> Credentials:
-    from baton.store.peer.addresses import find_listen_hosts  # noqa: PLC0415 - for --help
+def _credentials(config: Config) -> "Credentials":
+    from baton.auth.certificates import IdentityRole  # noqa: PLC0415 - too heavy for --help
+    from baton.net.credentials import find_credentials  # noqa: PLC0415
+    from baton.store.peer.addresses import find_listen_hosts  # noqa: PLC0415
 
     peers = find_listen_hosts(config.store.tiers, config.store.options)
     hosts = (config.worker.host, config.worker.handoff_host, *peers)
@@ -94,9 +96,10 @@ def _credentials(config: Config) -> Credentials:
     return found.credentials
 
 
-def _options(config: Config, status_fd: int) -> ProcessOptions:
+def _options(config: Config, status_fd: int) -> "ProcessOptions":
     # Here, so that --help imports nothing heavy.
     from baton.cli.engine_options import engine_options  # noqa: PLC0415
+    from baton.worker.options import ProcessOptions  # noqa: PLC0415
 
     section = config.worker
     return ProcessOptions(

@@ -79,8 +79,10 @@ def describe(origin: Origin) -> str:
 ENVIRONMENT_PREFIX: Final = "BATON_"
 PATH_KEYS: Final = frozenset({
     "cluster.key_file",
+    "security.identity",
     "worker.model",
     "preemption.file",
+    "router.costs_file",
     "gateway.tls_certificate",
     "gateway.tls_key",
     "gateway.client_keys_file",
@@ -176,6 +178,17 @@ def parse_open_value(text: str) -> object:
         raise ConfigError(
             f'{text!r} is no inline table: {reason}; write {{key = "value", other = 1}}'
         ) from reason
+
+
+def quote_key(key: str) -> str:
+    """One key as a part of a name: in double quotes if it has a dot, as a model's name may."""
+    return f'"{key}"' if "." in key else key
+
+
+def split_name(name: str) -> list[str]:
+    """The keys of which a name consists."""
+    parts = re.findall(r'"[^"]*"(?=\.|$)|[^.]+', name)
+    return [part[1:-1] if re.fullmatch(r'"[^"]*"', part) else part for part in parts]
 
 
 def closest(wrong: str, known: Iterable[str]) -> str | None:
@@ -298,12 +311,13 @@ def read_assignments(assignments: Sequence[str]) -> Layer:
 
 def find_line(text: str, name: str) -> int | None:
     """The line that sets `name`, counted from 1; None where the file's style hides it."""
+    unquoted = name.replace('"', "")
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.\-\"]+)\s*\]", line):
             table = header[1].replace('"', "") + "."
         elif (key := re.match(r"\s*([\w.\-\"]+)\s*=", line)) and (
-            table + key[1].replace('"', "") == name
+            table + key[1].replace('"', "") == unquoted
         ):
             return number
     return None
@@ -311,7 +325,7 @@ def find_line(text: str, name: str) -> int | None:
 
 def _flatten(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
-        name = prefix + key
+        name = prefix + quote_key(key)
         if isinstance(value, dict) and name not in closed_keys():
             yield from _flatten(value, f"{name}.")
         else:
@@ -343,7 +357,8 @@ def _misspelt_variables() -> Mapping[str, str]:
 
 
 def _resolve_path(name: str, value: object, directory: Path) -> object:
-    if name not in PATH_KEYS or not isinstance(value, str):
+    is_path = name in PATH_KEYS or name.startswith("router.tokenizers.")
+    if not is_path or not isinstance(value, str):
         return value
     try:
         return str(directory / Path(value).expanduser())
@@ -375,7 +390,7 @@ class Resolved:
         """
         tree: dict[str, object] = {}
         for name, value in self.values.items():
-            _set_path(tree, name.split("."), value.value)
+            _set_path(tree, split_name(name), value.value)
         try:
             return msgspec.convert(tree, Config)
         except msgspec.ValidationError as exc:

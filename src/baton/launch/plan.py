@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from baton.config.cluster_key import is_loopback
-from baton.config.resolve import FromFlag, Resolved, closed_keys
+from baton.config.resolve import FromFlag, Resolved, closed_keys, quote_key
 from baton.errors import ConfigError
 from baton.protocol.worker_http import Role as PlacementRole
 from baton.router.placement import choose_policy
@@ -48,7 +48,7 @@ LAUNCHER_ONLY: Final = frozenset({
     "gateway.workers",
     "gateway.members",
 })
-LAUNCHER_SECTIONS: Final = ("up.", "ray.", "fleet.", "scaling.")
+LAUNCHER_SECTIONS: Final = ("up.", "ray.", "fleet.")
 """Keys, and beginnings of keys, that a child never gets handed on."""
 
 WORKER_LISTS: Final[Mapping[Role, str]] = {
@@ -276,9 +276,9 @@ def flatten_table(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[st
     """A table's values under their full names: `--set` takes values, not tables."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from flatten_table(f"{prefix}.{key}", value)
+            yield from flatten_table(f"{prefix}.{quote_key(key)}", value)
         else:
-            yield f"{prefix}.{key}", value
+            yield f"{prefix}.{quote_key(key)}", value
 
 
 def _thread_default(config: Config, engine_keys: frozenset[str], num_cores: int) -> Settings:

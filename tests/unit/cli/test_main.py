@@ -13,7 +13,16 @@ from baton.cli.main import run
 from baton.config.resolve import CommandLine, resolve
 from baton.launch.ray.plan import plan_fleet
 
-HEAVY = ("torch", "transformers", "numpy", "aiohttp", "uvicorn", "starlette", "uvloop")
+HEAVY = (
+    "torch",
+    "transformers",
+    "numpy",
+    "aiohttp",
+    "uvicorn",
+    "starlette",
+    "uvloop",
+    "cryptography",
+)
 COMMANDS = (
     [],
     ["up"],
@@ -155,6 +164,9 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
         ),
         (["gateway", "--decode", "https://127.0.0.1:1", "--tls-key", "/x"], "go together"),
         (["gateway", "--decode", "nonsense"], "'nonsense' is not a worker's address"),
+        (["gateway", "--members", "etcd:/a"], "or announced, with gateway.announce_port"),
+        (["store", "serve", "--store", "host", "--port", "65536"], "a number from 0 to 65535"),
+        (["key", "client", "add", "--tenant", "a", "--expires-days", "0"], "a number above 0"),
     ],
 )
 def test_a_wrong_configuration_exits_with_2_and_no_traceback(arguments, message, capsys):
@@ -270,3 +282,16 @@ def test_control_without_a_fleet_says_what_to_do(arguments, code, message, capsy
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("arguments", [["size", "--list"], ["config", "show", "--json"]])
+def test_output_that_nobody_reads_any_more_is_no_error(arguments):
+    """As of `baton size --list | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "baton.cli", *arguments]
+    try:
+        process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (process.returncode, process.stderr) == (0, b"")

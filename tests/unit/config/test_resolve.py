@@ -1,5 +1,6 @@
 """The layers, merged and checked."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from baton.config.resolve import (
     open_tables,
     resolve,
 )
-from baton.config.sections import Config
+from baton.config.sections import Config, TargetsTable
 from baton.errors import ConfigError
+from baton.router.placement import POLICIES
+from baton.store.interface import TIERS
+from baton.transfer.interface import TRANSPORTS
 
 DOCS = Path(__file__).parents[3] / "docs" / "configuration.md"
 
@@ -125,6 +129,20 @@ def test_the_tree_holds_open_tables():
     assert config.up.decode_engine == {"x": 1}
 
 
+def test_a_models_name_may_have_dots(tmp_path):
+    path = tmp_path / "baton.toml"
+    path.write_text(
+        '[router.tokenizers]\n"org/llama-3.1-8b" = "/models/llama"\n'
+        '[router.targets."org/llama-3.1-8b"]\nttft_s = 2.0\n',
+        encoding="utf-8",
+    )
+    flag = 'router.targets."org/llama-3.1-8b".itl_s=0.05'
+    resolved = resolve(CommandLine(path, assignments=[flag]), {})
+    router = resolved.to_config().router
+    assert router.tokenizers == {"org/llama-3.1-8b": "/models/llama"}
+    assert router.targets == {"org/llama-3.1-8b": TargetsTable(ttft_s=2.0, itl_s=0.05)}
+
+
 def test_every_key_is_documented():
     text = DOCS.read_text(encoding="utf-8")
     sections = {name.partition(".")[0] for name in closed_keys()}
@@ -150,3 +168,15 @@ def test_every_key_is_documented():
         "log",
     }
     assert shown == sections
+
+
+def test_every_option_of_our_plugins_is_documented():
+    text = DOCS.read_text(encoding="utf-8")
+    missing = [
+        f"{kind}.{name}"
+        for registry in (TRANSPORTS, TIERS, POLICIES)
+        for kind in registry.kinds()
+        for name in registry.plugin(kind).options.__struct_fields__
+        if not re.search(rf"`{kind}\.{name}[`.]", text)
+    ]
+    assert not missing

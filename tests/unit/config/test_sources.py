@@ -54,6 +54,20 @@ def test_paths_in_a_file_are_relative_to_the_file(tmp_path):
     assert layer["cluster.key_file"].value == Typed("/k")
 
 
+def test_every_setting_that_names_a_file_is_relative_to_the_file(tmp_path):
+    path = write(
+        tmp_path,
+        '[security]\nidentity = "ids/a"\n[router]\ncosts_file = "costs.json"\n'
+        '[router.tokenizers]\n"my/model" = "models/mine"\n',
+    )
+    values = {name: setting.value for name, setting in read_file(path).items()}
+    assert values == {
+        "security.identity": Typed(str(tmp_path / "ids/a")),
+        "router.costs_file": Typed(str(tmp_path / "costs.json")),
+        "router.tokenizers.my/model": Typed(str(tmp_path / "models/mine")),
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -293,3 +293,9 @@ def test_keys_whose_names_begin_like_a_launchers_are_handed_on():
     launch = plan("gateway.prefill_grace_period_s=7", "gateway.members_interval_s=3")
     gateway = child_config(launch.gateway_command(Path("/members.json"), 0)).gateway
     assert (gateway.prefill_grace_period_s, gateway.members_interval_s) == (7, 3)
+
+
+def test_the_gateway_gets_the_prices_that_its_dashboard_shows():
+    launch = plan("scaling.price_prefill=2", "scaling.max_price=10")
+    scaling = child_config(launch.gateway_command(Path("/members.json"), 0)).scaling
+    assert (scaling.price_prefill, scaling.max_price) == (2, 10)

@@ -131,7 +131,7 @@ def build_source(text: str, clock: Clock, interval_s: float, tls: Tls) -> NamedS
     if kind not in (kinds := WORKER_SOURCES.kinds()):
         raise ConfigError(
             f"gateway.members: {text!r} names no source; write it as KIND:ARGUMENT, with a KIND "
-            f"of: {', '.join(kinds)}"
+            f"of: {', '.join(kinds)}; or announced, with gateway.announce_port"
         )
     status = SourceStatus(text, clock)
     factory = WORKER_SOURCES.build(kind, {})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.config.cluster_key import is_loopback
-from baton.config.resolve import PATH_KEYS, FromDefault, Resolved
+from baton.config.resolve import PATH_KEYS, FromDefault, Resolved, split_name
 from baton.config.sections import Config, RayPlacement, RaySection, RayWorkersTable, Role
 from baton.errors import UNDECODABLE, ConfigError, ProtocolError
 from baton.launch.fleet import Count, MemberRole
@@ -319,7 +319,7 @@ def settings_file(settings: Mapping[str, object]) -> str:
     """A TOML file with these settings."""
     lines = []
     for name, value in settings.items():
-        key = ".".join(map(_as_key, name.split(".")))
+        key = ".".join(map(_as_key, split_name(name)))
         lines.append(f"{key} = {_as_toml(msgspec.to_builtins(value))}\n")
     return "".join(lines)
 

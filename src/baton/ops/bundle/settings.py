@@ -23,8 +23,6 @@ SHOWN_TEXTS: Final = PATH_KEYS | {
     "gateway.allowed_origins",
     "kubernetes.context",
     "ray.address",
-    "router.costs_file",
-    "security.identity",
     "alerts.disabled",
     "alerts.runbook_url",
     "fleet.spread",

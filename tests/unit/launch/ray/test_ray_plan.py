@@ -75,6 +75,7 @@ def test_a_host_reads_back_what_was_set(tmp_path):
     fleet = plan(
         'gateway.allowed_hosts=["a","b"]',
         "router.targets.my model.ttft_s=2",
+        'router.targets."llama-3.1".ttft_s=3',
         "transfer.options.tcp.streams=3",
         'worker.served_model_name=quote " and \\ and ünïcode',
     )
@@ -83,7 +84,8 @@ def test_a_host_reads_back_what_was_set(tmp_path):
     read = resolve(CommandLine(file=path), {})
     for name, value in fleet.settings.items():
         assert read.values[name].value == value
-    assert read.to_config().router.targets["my model"].ttft_s == 2.0
+    targets = read.to_config().router.targets
+    assert (targets["my model"].ttft_s, targets["llama-3.1"].ttft_s) == (2.0, 3.0)
 
 
 @given(

@@ -87,7 +87,7 @@ export class HeatMap {
     this.canvas.hidden = !layer?.cells.length;
     if (!layer?.cells.length) {
       this.table.show([]);
-      setText(this.readout, "");
+      for (const text of [this.readout, byId("heat-low"), byId("heat-high")]) setText(text, "");
       return;
     }
     this.rows = [...new Set(layer.cells.map((cell) => cell.from))].sort();

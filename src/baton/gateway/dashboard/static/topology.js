@@ -32,7 +32,8 @@ export class Topology {
     this.links = [];
     /** @type {Set<string>} pairs of workers for which an alert fires */
     this.alerting = new Set();
-    this.places = "";
+    /** @type {string | null} */
+    this.places = null;
     this.picked = "";
     this.links_of = new Table(
       "Links of the worker",
@@ -65,7 +66,7 @@ export class Topology {
       }
       for (const worker of workers) this.#show(worker);
       const rest = numHidden ? `; ${numHidden} more are not shown` : "";
-      setText(byId("num-workers"), `${workers.length} workers${rest}`);
+      setText(byId("num-workers"), `${workers.length} ${workers.length === 1 ? "worker" : "workers"}${rest}`);
       this.#showDetail();
     });
   }
@@ -111,7 +112,8 @@ export class Topology {
         ),
       ),
     );
-    this.map.replaceChildren(...shown);
+    const none = el("p", { class: "empty", text: "this gateway knows no worker yet" });
+    this.map.replaceChildren(...(shown.length ? shown : [none]));
     if (!this.boxes.has(this.picked)) this.picked = "";
     const first = this.map.querySelector(".worker");
     if (first) first.setAttribute("tabindex", "0");
