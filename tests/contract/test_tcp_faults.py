@@ -67,6 +67,29 @@ class TestStripedTcp(NetworkTransportContract, NetworkReadingContract, MultiArra
             assert 64 * 8192 // 3 - 8192 <= sent_after - sent_before <= 64 * 8192 // 3 + 9000
 
 
+class FewConnections(TransportKit):
+    kind = "tcp"
+    options: ClassVar = {"streams": 2, "max_connections": 3}
+
+
+def test_a_peer_beyond_the_bound_is_refused_with_the_reason_until_there_is_room():
+    kit = FewConnections()
+    reader = kit.make_side()
+    first, second = (TransportPair.of(kit.make_side(), reader) for _ in range(2))
+    remote = first.attach()
+    second.writer.transport.attach(reader.descriptor)
+    second.pump(lambda: bool(second.seen(RemoteLost)))
+    (lost,) = second.seen(RemoteLost)
+    assert "3 connections of tcp are open" in str(lost.error)
+    first.poll_for()
+    assert first.seen(RemoteLost) == []
+    first.writer.transport.detach(remote)
+    first.pump(lambda: not reader.transport._inbound)
+    second.attach()
+    first.writer.close()
+    second.close()
+
+
 class TcpKit(TransportKit):
     kind = "tcp"
     options: ClassVar = {"stall_timeout_s": STALL_TIMEOUT_S, "connect_timeout_s": STALL_TIMEOUT_S}

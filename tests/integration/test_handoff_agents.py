@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -18,7 +18,8 @@ from baton.auth.credentials import Credentials
 from baton.auth.ticket import WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError
-from baton.handoff.agent import HandoffAgent
+from baton.handoff import agent
+from baton.handoff.agent import HandoffAgent, ReadyLayers
 from baton.handoff.interface import (
     BlocksQuiescent,
     KVFailed,
@@ -28,6 +29,7 @@ from baton.handoff.interface import (
 )
 from baton.ids import Epoch, WorkerId
 from baton.kv.copies import BlockTable
+from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.trace import Stamp
 from baton.transfer.transports.shared.transport import SharedTransport
 from tests.integration.handoff_nodes import (
@@ -42,7 +44,7 @@ from tests.integration.handoff_nodes import (
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
-    from baton.transfer.interface import PagedRegion, RegionDescriptor
+    from baton.transfer.interface import PagedRegion, RegionDescriptor, TransferEvent, Transport
 
 
 @pytest.fixture(name="key")
@@ -369,3 +371,91 @@ def test_a_prompt_of_few_bytes_leaves_when_it_is_computed(key: Credentials) -> N
             threading.Event().wait(0.01)
         long.prefill_done()
         long.check_landed()
+
+
+def count_unexpected() -> float:
+    return WARNINGS.labels("handoff.agent_loop", "unexpected")._value.get()
+
+
+def test_an_order_that_meets_an_unexpected_error_ends_and_others_go_on(
+    key: Credentials, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Orders of a broken engine: the error comes before there is a session, or after that."""
+    num_before = count_unexpected()
+    with (
+        node("p", kinds=("shared",), key=key) as prefill,
+        node("d", kinds=("shared",), key=key) as decode,
+    ):
+        prefill.scribble(1)
+        good = make_handoff(prefill, decode, num_ready=101)
+        good.start_receive()
+        good.wait_until_granted()  # from here on the two are linked
+        nothing: Any = None
+        for changes in ({"deadline": nothing}, {"blocks": nothing}):
+            broken = make_handoff(prefill, decode)
+            decode.agent.start_receive(replace(broken.receiving, **changes))
+            failed, quiescent = decode.wait_for(2)
+            assert isinstance(failed, KVFailed)
+            assert failed.error.stage == "agent"
+            assert quiescent == BlocksQuiescent(broken.receiving.ticket.id)
+        broken = make_handoff(prefill, decode)
+        prefill.agent.start_send(replace(broken.sending, deadline=nothing))
+        (failed,) = prefill.wait_for()
+        assert isinstance(failed, SendFailed)
+        assert failed.ticket == broken.sending.ticket.id
+        broken = make_handoff(prefill, decode)
+        prefill.agent.start_send(broken.sending)
+        loop, ready = prefill.agent.loop, ReadyLayers(broken.sending.ticket.id, nothing, 5)
+        loop.call(loop.sending.layers_ready, (ready,), None)
+        (failed,) = prefill.wait_for()
+        assert isinstance(failed, SendFailed)
+        good.start_send()
+        good.prefill_done()
+        good.check_landed()
+    assert count_unexpected() == num_before + 4
+    assert caplog.text.count("a command of the engine could not be carried out") == 4
+
+
+class Broken:
+    """Wraps a transport, which fails in a way that no caller expects."""
+
+    readiness_fd = None
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self.is_broken = inner, False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def poll(self) -> list[TransferEvent]:
+        if self.is_broken:
+            raise RuntimeError("a bug")
+        return self._inner.poll()
+
+
+def test_an_agent_that_can_do_nothing_any_more_ends(
+    key: Credentials, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handoffs end with errors, and the worker's health shows it."""
+    monkeypatch.setattr(agent, "MAX_FAILED_STEPS", 3)
+    made: list[Broken] = []
+
+    def wrap(transport: Transport) -> Transport:
+        made.append(Broken(transport))
+        return cast("Transport", made[-1])
+
+    with node("d", kinds=("shared",), key=key, wrap=wrap) as decode:
+        with node("p", kinds=("shared",), key=key) as prefill:
+            handoff = make_handoff(prefill, decode)
+            handoff.start_receive()
+            handoff.start_send()
+            handoff.wait_until_granted()
+            made[0].is_broken = True
+            failed = decode.wait_for()[0]
+            assert isinstance(failed, KVFailed)
+        deadline = CLOCK.now() + 30
+        while decode.agent.is_alive:
+            assert CLOCK.now() < deadline, "the thread runs on"
+            threading.Event().wait(0.01)
+        decode.agent.abort(handoff.receiving.ticket.id, "calls do no harm")
+    assert "the handoff agent ends: 3 steps have failed" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from baton.auth.credentials import Credentials
 from baton.clock import Instant, MachineClock
 from baton.errors import TransferError
+from baton.handoff import probing
 from baton.handoff.interface import KVLanded
 from baton.handoff.link_page import describe_links
 from baton.handoff.peer_transports import LinkOptions, PeerTransportState
@@ -34,6 +36,7 @@ from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from baton.handoff.agent_loop import AgentLoop
     from baton.handoff.messages import TransferOp
     from baton.telemetry.transfers import TransferTime
     from baton.transfer.interface import DeviceAccess, TransferEvent, Transport
@@ -280,6 +283,13 @@ class AheadClock(MachineClock):
         return Instant(super().now() + self.ahead_s)
 
 
+def step_loop_until(loop: AgentLoop, condition: Callable[[], bool]) -> None:
+    deadline = CLOCK.now() + 10.0
+    while not condition():
+        assert CLOCK.now() < deadline, "not in 10 s"
+        loop.step()
+
+
 @pytest.mark.parametrize("num_probes", [0, 5])
 def test_a_link_is_measured_though_handoffs_leave_no_room_for_longer_than_a_probe_may_take(
     key: Credentials, num_probes: int
@@ -294,13 +304,7 @@ def test_a_link_is_measured_though_handoffs_leave_no_room_for_longer_than_a_prob
         node("d", kinds=("tcp",), key=key, links=MEASURED) as decode,
     ):  # fmt: skip
         loop = prefill.agent.loop
-
-        def step_until(condition: Callable[[], bool]) -> None:
-            deadline = CLOCK.now() + 10.0
-            while not condition():
-                assert CLOCK.now() < deadline, "not in 10 s"
-                loop.step()
-
+        step_until = partial(step_loop_until, loop)
         decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
         step_until(lambda: loop._prober.active is not None)
         run = loop._prober.active
@@ -314,6 +318,31 @@ def test_a_link_is_measured_though_handoffs_leave_no_room_for_longer_than_a_prob
         assert bool(tally.probed) == bool(num_probes)
         del loop.sending.writes[write]
         step_until(lambda: ("push", "tcp") in tally.probed)
+
+
+def test_a_link_whose_probe_was_not_answered_is_measured_later(
+    key: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "PROBE_AGAIN_S", 1.0)  # peers are given up after three
+    tally, clock = Tally(), AheadClock()
+    lossy = Wrapped("tcp", FaultPlan(1, {Fault.DROP_NOTIFICATION: 1.0}, max_faults=1))
+    with (
+        node(
+            "p", kinds=("tcp",), key=key, links=MEASURED, observer=tally, clock=clock,
+            is_stepped=True,
+        ) as prefill,
+        node("d", kinds=("tcp",), key=key, links=MEASURED, wrap=lossy) as decode,
+    ):  # fmt: skip
+        loop = prefill.agent.loop
+        decode.agent.decline(make_ticket(prefill.ref, decode.ref), "only to meet")
+        step_loop_until(loop, lambda: lossy.made[0].injected[Fault.DROP_NOTIFICATION] == 1)
+        clock.ahead_s = STEP_TIMEOUT_S + 0.1
+        step_loop_until(loop, lambda: loop._prober.active is None)
+        loop.step()
+        assert loop._prober.active is None
+        assert not tally.probed
+        clock.ahead_s += 1.1
+        step_loop_until(loop, lambda: ("push", "tcp") in tally.probed)
 
 
 def test_a_probe_whose_turn_does_not_come_is_made_later(key: Credentials) -> None:

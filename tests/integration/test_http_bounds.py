@@ -17,6 +17,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from baton.clock import MachineClock
+from baton.errors import ConfigError
 from baton.net import http_protocol
 from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
 from baton.net.http_server import bind, count_refusals, make_server_config, start_listening
@@ -333,6 +334,10 @@ def test_no_more_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None
     limit[:] = [256, resource.RLIM_INFINITY]
     assert allow_descriptors(HttpLimits(max_connections=4096)).max_connections == 4096
     assert limit[0] == 4096 * 3 + 128
+    for hard in (0, 130):
+        limit[:] = [0, hard]
+        with pytest.raises(ConfigError, match=f"may open {hard} files and needs 131: raise ulimit"):
+            allow_descriptors(HttpLimits())
 
 
 def test_a_server_that_ends_answers_what_was_on_its_way() -> None:

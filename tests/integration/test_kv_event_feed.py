@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -46,3 +48,26 @@ def test_a_feed_that_cannot_be_opened_is_a_configuration_error_and_leaves_nothin
     ):
         publisher.publish(stored(1))
         wait_until(lambda: consumer.take() == {1})
+
+
+@pytest.mark.parametrize("num_left", [0, 3, 6])
+def test_the_first_feed_of_a_process_with_few_descriptors_does_not_end_it(ends, num_left):
+    """libzmq ends a process in which its first socket finds too few (SIGABRT)."""
+    code = f"""
+import resource
+from pathlib import Path
+from baton.errors import ConfigError
+from tests.integration.following_kv_events import Consumer
+consumer = Consumer(*{ends!r})
+highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest + {num_left}, highest + {num_left}))
+try:
+    consumer.start()
+except ConfigError as exc:
+    print(exc)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Too many open files; raise ulimit -n" in done.stdout

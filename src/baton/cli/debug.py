@@ -100,11 +100,11 @@ def _find_logs(fleet: str) -> dict[str, Path]:
 def _find_worker_tls(config: "Config", fleet: str) -> "ssl.SSLContext | None":
     """What this process may ask workers with; None: there is nothing, or it is of no use.
 
-    That is what is configured, else what the fleet's launcher issued, else this user's own key.
+    That is what is configured, else what `baton up` issued, else this user's own key.
     """
     from baton.auth.credentials import Credentials  # noqa: PLC0415
     from baton.auth.key import ClusterKey  # noqa: PLC0415
-    from baton.launch.folder import find_launcher, fleet_folder  # noqa: PLC0415
+    from baton.launch.folder import find_launcher, fleet_folder, ray_folder  # noqa: PLC0415
     from baton.net.credentials import find_credentials  # noqa: PLC0415
     from baton.net.tls import ClusterTls  # noqa: PLC0415
 
@@ -113,9 +113,11 @@ def _find_worker_tls(config: "Config", fleet: str) -> "ssl.SSLContext | None":
         config.security.identity or config.cluster.key_file or KEY_VARIABLE in environment
     )
     folder = fleet_folder(fleet, environment)
+    if find_launcher(folder) is None:
+        folder = ray_folder(fleet, environment)
     own_key = state_directory(environment) / "cluster.key"
     try:
-        if not is_configured and folder.monitor.is_dir() and find_launcher(folder) is not None:
+        if not is_configured and folder.monitor.is_dir():
             credentials = Credentials.from_directory(folder.monitor, ClusterKey.generate())
         elif is_configured or own_key.exists():
             found = find_credentials(config.cluster, config.security, environment, ())

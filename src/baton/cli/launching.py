@@ -21,7 +21,7 @@ from baton.errors import ConfigError, UnknownPluginError
 from baton.gateway.options import check_processes
 from baton.launch.control import Control
 from baton.launch.fleet import DEFAULT_FLEET
-from baton.launch.folder import FleetFolder, claim, fleet_folder
+from baton.launch.folder import FleetFolder, claim, fleet_folder, remove_monitor
 from baton.launch.logs import LogFolder
 from baton.launch.operations import FleetOperations
 from baton.launch.plan import (
@@ -43,7 +43,7 @@ from baton.store.interface import TIERS
 from baton.transfer.interface import TRANSPORTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from baton.config.resolve import Resolved
     from baton.config.sections import Config
@@ -125,11 +125,12 @@ def server_environment(config: Config) -> dict[str, str]:
     return {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
 
 
-def _issue_monitor(config: Config, environment: Mapping[str, str], folder: FleetFolder) -> None:
+def issue_monitor(config: Config, key_text: str, folder: FleetFolder) -> None:
     """Let this user's programs read the workers' metrics, with a key that is kept nowhere, too."""
     if config.security.identity is None and config.security.tls != "off":
-        keys = parse_keys(environment[KEY_VARIABLE])
-        issue_derived(Order(IdentityRole.MONITOR, folder.fleet), keys, folder.monitor)
+        remove_monitor(folder)
+        order = Order(IdentityRole.MONITOR, folder.fleet)
+        issue_derived(order, parse_keys(key_text), folder.monitor)
 
 
 async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool) -> int:
@@ -141,7 +142,7 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
         shows_children=not in_background,
     )
     environment = server_environment(plan.config)
-    _issue_monitor(plan.config, environment, folder)
+    issue_monitor(plan.config, environment[KEY_VARIABLE], folder)
     context = LaunchContext(environment, clock, display, members=folder.members)
     supervisor = Supervisor(plan, context)
     operations = FleetOperations(folder.fleet, supervisor)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton import __version__
-from baton.cli.launching import TRY_THIS, check_settings
+from baton.cli.launching import TRY_THIS, check_settings, issue_monitor
 from baton.cli.planning import find_plan
 from baton.clock import MachineClock
 from baton.config.cluster_key import ephemeral_cluster_key, find_cluster_key
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError
+from baton.launch.folder import ray_folder
 from baton.launch.plan import worker_positions
 from baton.launch.progress import Display, open_display
 from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
@@ -64,6 +65,11 @@ def launch_on_ray(resolved: Resolved, fleet: str) -> int:
         members = asyncio.run(
             _start(plan, "" if has_key_file else key.text, config.ray.timeout_s, display)
         )
+    if not has_key_file:  # else who has the file needs nothing else
+        try:
+            issue_monitor(config, key.text, ray_folder(fleet, environment))
+        except ConfigError as exc:
+            display.print_line(f"this user's programs cannot read the workers' metrics: {exc}")
     for line in list_elsewhere(plan, members):
         display.print_line(line)
     display.print_line(f"ready after {clock.now() - started:.1f} s")

@@ -8,7 +8,8 @@ sent before its last tokens are there. Measured beside each other: docs/adr/0036
 A plane is its codes, two in a byte (the first in the low half; of an odd number of channels a
 token's last half byte is 0), then the groups' least numbers and steps in bfloat16:
 `number = least + code * step`, off by at most half a step. The least number is rounded down, the
-step up. A group with a number that is not finite is NaN as a whole.
+step up; what is below all of bfloat16 counts as its least, 2^-8 of itself away. A group with a
+number that is not finite is NaN as a whole.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ RUN_TOKENS: Final = 32
 MOST_CODE: Final = 15
 GROUP_BYTES: Final = 4
 _TINY: Final = np.float32(2.0**-126)
+_MOST: Final = np.float32(float.fromhex("0x1.fep127"))
+"""The largest number of bfloat16."""
 
 
 class Int4Encoding(PlaneEncoding):
@@ -54,7 +57,8 @@ class Int4Encoding(PlaneEncoding):
         """See `PlaneEncoding`."""
         groups, axis = _group(shape, numbers)
         with np.errstate(invalid="ignore", over="ignore"):
-            least = -_round_up(-groups.min(axis, keepdims=True))
+            low = groups.min(axis, keepdims=True)
+            least = np.where(np.isfinite(low), np.maximum(-_round_up(-low), -_MOST), low)
             # Each by itself: the difference of two large numbers may exceed float32.
             step = groups.max(axis, keepdims=True) / MOST_CODE - least / MOST_CODE
             step = round_up_bfloat16(np.maximum(step, 0))
@@ -87,8 +91,11 @@ class Int4Encoding(PlaneEncoding):
         kept = list(groups.shape)
         kept[axis] = 1
         pairs = unpack_bfloat16(encoded[..., num_bytes:]).reshape(*kept, 2)
+        codes: NDArray[Any] = groups
         with np.errstate(over="ignore", invalid="ignore"):
-            decoded = groups * pairs[..., 1] + pairs[..., 0]
+            if (pairs[..., 1] > _MOST / (2 * MOST_CODE)).any():  # a product may exceed float32
+                codes = groups.astype(np.float64)
+            decoded = codes * pairs[..., 1] + pairs[..., 0]
         out[...] = np.clip(_ungroup(shape, decoded, numbers.shape), -most, most)
 
 

@@ -392,6 +392,9 @@ TICK_MS: Final = 250
 
 STOP_TIMEOUT_S: Final = 5.0
 
+NUM_ZMQ_DESCRIPTORS: Final = 16
+"""Of a context with its first sockets, and some more."""
+
 
 @dataclass(frozen=True, slots=True)
 class SubscriberOptions:
@@ -430,6 +433,7 @@ class KVEventSubscriber:
         Raises:
             ConfigError: the endpoint cannot be bound, or is none; or no descriptor is left.
         """
+        _require_descriptors()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         subscription = Subscription(context, self.options.live)
         try:
@@ -478,3 +482,17 @@ class KVEventSubscriber:
             for socket in follower.sockets:
                 poller.register(socket, zmq.POLLIN)
         poller.poll(TICK_MS)
+
+
+def _require_descriptors() -> None:
+    """Refuse what libzmq ends the process for: its first socket in a process without descriptors.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    with ExitStack() as opened:
+        try:
+            for _ in range(NUM_ZMQ_DESCRIPTORS):
+                opened.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
+        except OSError as exc:
+            raise ConfigError(f"no KV events: {exc}; raise ulimit -n") from exc

@@ -14,12 +14,12 @@ import logging
 import threading
 from collections import deque
 from concurrent.futures import Future
-from functools import partial
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from baton.handoff.agent_loop import AgentLoop
+from baton.handoff.agent_loop import AgentLoop, log_unexpected
 from baton.handoff.heartbeat import EngineHeartbeat
 from baton.record import MutableRecord
 from baton.transfer.links.choice import LinkObserver, NullObserver
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 5.0
+MAX_FAILED_STEPS: Final = 100
+"""And no tick that came to its end: the thread ends, which `/health` shows."""
 THREAD_NAME: Final = b"baton-handoff"
 _PR_SET_NAME: Final = 15
 
@@ -225,17 +227,17 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def renew_lease(self, ticket: Ticket) -> None:
         """See `HandoffPort`."""
-        self.loop.note(partial(self.loop.receiving.renew_lease, ticket))
+        self.loop.note(self.loop.receiving.renew_lease, ticket)
 
     def start_receive(self, order: ReceiveOrder) -> None:
         """See `HandoffPort`."""
-        self.loop.call(partial(self.loop.receiving.start_receive, order))
+        self.loop.call(self.loop.receiving.start_receive, order)
 
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort`."""
         self._layers.add(order)
         # Nothing of it is in place yet: what is follows, and wakes the thread.
-        self.loop.note(partial(self.loop.sending.start_send, order))
+        self.loop.note(self.loop.sending.start_send, order)
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
         """See `HandoffPort`."""
@@ -253,29 +255,27 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         at = self._heartbeat.pending.last_progress_at if after is None else 0.0
         due = self._layers.layer_ready(tickets, layer, at)
         if due:
-            self.loop.call(partial(self.loop.sending.layers_ready, due, after))
+            self.loop.call(self.loop.sending.layers_ready, due, after)
 
     def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
         """See `HandoffPort`."""
         rest = self._layers.take(ticket)
-        self.loop.call(
-            partial(self.loop.sending.prefill_done, ticket, first_token, rest, self._after)
-        )
+        self.loop.call(self.loop.sending.prefill_done, ticket, first_token, rest, self._after)
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort`."""
-        self.loop.call(partial(self.loop.receiving.decline, ticket, reason))
+        self.loop.call(self.loop.receiving.decline, ticket, reason)
 
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort`."""
-        self.loop.call(partial(self.loop.abort, ticket, reason))
+        self.loop.call(self.loop.abort, ticket, reason)
 
     def abort_all(self, reason: str) -> None:
         """Fail every handoff of this worker, on either side; those that come later are as before.
 
         Thread-safe. Pages that a peer may still write to stay quarantined, as after any abort.
         """
-        self.loop.call(partial(self.loop.abort_all, reason))
+        self.loop.call(self.loop.abort_all, reason)
 
     def cut_writes(self, ticket: TicketId) -> None:
         """Its pages are needed: end the connections over which its writes are under way.
@@ -284,19 +284,19 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
         over these connections goes on over others. Where posted writes cannot be recalled
         (`Capabilities.late_writes`), nothing is done.
         """
-        self.loop.call(partial(self.loop.cut_writes, ticket))
+        self.loop.call(self.loop.cut_writes, ticket)
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """See `HandoffPort`."""
-        self.loop.call(partial(self.loop.sending.cancel_oldest_ungranted, tuple(tickets), reason))
+        self.loop.call(self.loop.sending.cancel_oldest_ungranted, tuple(tickets), reason)
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The gateway reports that this ticket's other half failed: recompute (or stop) now."""
-        self.loop.call(partial(self.loop.abort_from_peer, ticket, reason))
+        self.loop.call(self.loop.abort_from_peer, ticket, reason)
 
     def release_imported(self, ticket: TicketId) -> None:
         """See `SharedBlockPort`."""
-        self.loop.call(partial(self.loop.importer.release_imported, ticket))
+        self.loop.call(self.loop.importer.release_imported, ticket)
 
     def revoke_exported(self) -> None:
         """See `SharedBlockPort`."""
@@ -318,13 +318,18 @@ class HandoffAgent:  # noqa: PLR0904 - the engine's contract, and the process's
 
     def _run(self) -> None:
         _name_this_thread(THREAD_NAME)
-        while not self.loop.is_stopping:
+        loop = self.loop
+        while not loop.is_stopping and loop.num_failed_steps < MAX_FAILED_STEPS:
             try:
-                self.loop.step()
-            except Exception:
-                # One broken handoff must not end all others.
-                logger.exception("the handoff agent met an unexpected error")
-        self.loop.close()
+                loop.step()
+            except Exception:  # noqa: BLE001 - one broken handoff must not end all others
+                log_unexpected("the handoff agent met an unexpected error")
+                loop.num_failed_steps += 1
+        if not loop.is_stopping:
+            logger.critical("the handoff agent ends: %d steps have failed", loop.num_failed_steps)
+            with suppress(Exception):
+                loop.begin_stop()
+        loop.close()
 
 
 def _name_this_thread(name: bytes) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import queue
 import selectors
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final, TypeVarTuple, assert_never
 
 from baton.auth.ticket import WorkerRef
 from baton.errors import BatonError, PeerLostError, TransferError
 from baton.handoff.decode_receiver import DecodeReceiver
 from baton.handoff.heartbeat import EngineHeartbeat, HeartbeatPublisher
+from baton.handoff.interface import ReceiveOrder, SendOrder
 from baton.handoff.kv_views import AgentContext, KVView, RegisteredView
 from baton.handoff.link_encodings import LinkEncodings
 from baton.handoff.messages import (
@@ -36,6 +37,8 @@ from baton.handoff.probing import LinkProber, ProbeTarget
 from baton.handoff.reference.exports import SharedBlockExporter
 from baton.handoff.reference.imports import ImportTable, SharedBlockImporter
 from baton.handoff.segment_reports import SegmentReporter
+from baton.ids import TicketId
+from baton.telemetry.log_limit import WARNINGS
 from baton.transfer.adaptive_wait import AdaptiveWaiter
 from baton.transfer.interface import (
     Arrived,
@@ -56,11 +59,12 @@ if TYPE_CHECKING:
     from baton.handoff.interface import HandoffEvent
     from baton.handoff.options import AgentOptions
     from baton.handoff.peer_transports import LinkReport
-    from baton.ids import TicketId
     from baton.transfer.interface import RemoteId, TransferEvent, Transport
     from baton.transfer.links.choice import LinkObserver
 
 logger = logging.getLogger(__name__)
+
+Ts = TypeVarTuple("Ts")
 
 TICK_S: Final = 0.05
 MIN_COPY_PAUSE_S: Final = 0.00005
@@ -70,6 +74,9 @@ MAX_COPY_PAUSE_S: Final = 0.0005
 
 class AgentLoop:
     """Owner: the agent's thread; `call` and `note` alone are for every thread."""
+
+    num_failed_steps = 0
+    """Since the last `_tick` that came to its end."""
 
     def __init__(
         self,
@@ -89,7 +96,9 @@ class AgentLoop:
         self.is_stopping = False
         self.reraises = False
         """Unexpected errors: a simulation looks for those that this thread survives."""
-        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Callable[..., object], tuple[object, ...]]] = (
+            queue.SimpleQueue()
+        )
         self._selector = options.io_backend.make_selector()
         self._waker = options.io_backend.make_waker()
         self._is_woken = False
@@ -156,20 +165,20 @@ class AgentLoop:
         """See `PeerTransportTable.describe`; on this thread."""
         return self._peer_transports.describe(self._encodings.find_kv_byte_s)
 
-    def call(self, command: Callable[[], object]) -> None:
+    def call(self, command: Callable[[*Ts], object], *arguments: *Ts) -> None:
         """Have the thread do something now: queues it, and wakes the thread. Thread-safe.
 
         A thread that was woken, and has not run its commands yet, is not woken again; nor is one
         that looks at copies all the time.
         """
-        self._commands.put(command)
+        self._commands.put((command, arguments))
         if not (self._is_woken or self._looks_often):
             self._is_woken = True
             self._waker.wake()
 
-    def note(self, command: Callable[[], object]) -> None:
+    def note(self, command: Callable[[*Ts], object], *arguments: *Ts) -> None:
         """Have the thread do something before whatever it does next, in `TICK_S`. Thread-safe."""
-        self._commands.put(command)
+        self._commands.put((command, arguments))
 
     def step(self) -> None:
         """Sleep until something is to be done, `TICK_S` at most, and do it."""
@@ -245,10 +254,34 @@ class AgentLoop:
         """Carry out what was queued before this call, and no more, so that sockets get a turn."""
         self._is_woken = False  # first: what is queued from now on wakes the thread again
         for _ in range(self._commands.qsize()):
+            command, arguments = self._commands.get_nowait()
             try:
-                self._commands.get_nowait()()
-            except BatonError as exc:
-                logger.warning("handoff: %s", exc)
+                command(*arguments)
+            except Exception as exc:
+                if self.reraises and not isinstance(exc, BatonError):
+                    raise
+                self._command_failed(arguments, exc)
+
+    def _command_failed(self, arguments: tuple[object, ...], error: Exception) -> None:
+        """End the handoffs that a command of the engine was about: how far it came is unknown."""
+        if isinstance(error, BatonError):
+            logger.warning("handoff: %s", error)
+        else:
+            log_unexpected("handoff: a command of the engine could not be carried out")
+        reason = f"the handoff agent could not carry out a command: {error}"
+        match arguments:
+            case (ReceiveOrder() as order, *_):
+                self.receiving.start_failed(order, reason)
+            case (SendOrder() as order, *_):
+                self.sending.start_failed(order, reason)
+            case (bytes() as ticket, *_):
+                self.abort_from_peer(TicketId(ticket), reason)
+            case (tuple() as several, *_):  # of `PrefillSender.layers_ready`
+                for each in several:
+                    if isinstance(each, tuple):
+                        self.sending.abort(each[0], reason)
+            case _:
+                pass
 
     def _tick(self, now: Instant) -> None:
         self._next_tick = now + TICK_S
@@ -265,6 +298,7 @@ class AgentLoop:
         self.exporter.tick()
         self._encodings.tick()
         self._segments.tick(now)
+        self.num_failed_steps = 0
 
     def _serve_staging(self) -> None:
         """Let those begin whose turn it is; one that ends at once may serve the next."""
@@ -286,7 +320,7 @@ class AgentLoop:
                 if self.reraises:
                     raise
                 # What its peer's handoffs have missed is unknown: they end, others go on.
-                logger.exception("handoff: an event of %s could not be handled", event.peer.name)
+                log_unexpected("handoff: an event of %s could not be handled", event.peer.name)
                 self._peers.end(event.peer, PeerLostError("an event of it could not be handled"))
 
     def _dispatch(self, event: PeerEvent) -> None:
@@ -340,7 +374,7 @@ class AgentLoop:
         except Exception:
             if self.reraises:
                 raise
-            logger.exception("handoff: %r could not be handled", event)
+            log_unexpected("handoff: %r could not be handled", event)
 
     def _dispatch_transfer_event(self, transport: Transport, event: TransferEvent) -> None:
         prober, target = self._prober, self._probe_target
@@ -415,9 +449,9 @@ class AgentLoop:
 
     def begin_stop(self) -> None:
         """Fail every handoff; `close` follows."""
+        self.is_stopping = True
         self.receiving.stop("the worker is stopping")
         self.sending.stop("the worker is stopping")
-        self.is_stopping = True
 
     def close(self) -> None:
         """Close every socket and mapping."""
@@ -430,6 +464,12 @@ class AgentLoop:
         self._probe_target.release()
         self._selector.close()
         self._waker.close()
+
+
+def log_unexpected(text: str, *arguments: object) -> None:
+    """Log the exception that is being handled, and count it in `WARNINGS`."""
+    WARNINGS.labels("handoff.agent_loop", "unexpected").inc()
+    logger.error(text, *arguments, exc_info=True)  # noqa: LOG014 - see above
 
 
 def _make_hello(options: AgentOptions, probe_target: ProbeTarget) -> Hello:

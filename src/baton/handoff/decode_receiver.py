@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, assert_never
 from baton.auth.ticket import seal
 from baton.clock import Instant
 from baton.encodings.interface import RAW
-from baton.errors import BatonError, ProtocolError
+from baton.errors import BatonError, HandoffError, ProtocolError
 from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
 from baton.handoff.incoming import IncomingHandoff, explain_mismatch, verify_written
+from baton.handoff.interface import BlocksQuiescent, KVFailed
 from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     Available,
@@ -119,6 +120,16 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 incoming.waits_for_blocks = True
                 self._blocks_in_use.append((order.after, incoming))
             self._try_begin(incoming)
+
+    def start_failed(self, order: ReceiveOrder, reason: str) -> None:
+        """`start_receive` did not come to its end: the order ends."""
+        ticket, incoming = order.ticket, self._incoming.get(order.ticket.id)
+        if incoming is not None:
+            self._perform(incoming, incoming.session.fail(reason, stage="agent"))
+            return
+        error = HandoffError(reason, stage="agent", peer=ticket.prefill.worker)
+        self._context.emit(KVFailed(ticket.id, error))
+        self._context.emit(BlocksQuiescent(ticket.id))
 
     def decline(self, ticket: Ticket, reason: str) -> None:
         """See `HandoffPort.decline`."""

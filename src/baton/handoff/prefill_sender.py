@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 from baton.clock import Instant
-from baton.errors import BatonError
+from baton.errors import BatonError, HandoffError
 from baton.handoff.awaited_stamps import AwaitedStamps
 from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import (
@@ -142,6 +142,13 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         else:
             self._refuse(granted.peer, session.ticket, "it was under another ticket")
 
+    def start_failed(self, order: SendOrder, reason: str) -> None:
+        """`start_send` did not come to its end: the order ends."""
+        ticket = order.ticket
+        if not self.abort(ticket.id, reason):
+            error = HandoffError(reason, stage="agent", peer=ticket.decode.worker)
+            self._context.emit(SendFailed(ticket.id, error))
+
     def layers_ready(self, ready: Sequence[ReadyLayers], after: StreamPosition | None) -> None:
         """See `HandoffPort.layer_ready`."""
         for ticket, layers, stop in ready:
@@ -253,10 +260,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                     dead=self._tombstones,
                     early=self._early,
                 )
-            case Release(tickets):  # exported already or not
-                for ticket_id in tickets:
-                    self._end(peer, ticket_id, "the decode worker gave up", "decode")
-                self._exporter.released(peer, message)
+            case Release():
+                self._handle_release(peer, message)
             case TransferAck():
                 self._handle_transfer_ack(peer, message)
             case RetransmitRequest():
@@ -464,6 +469,14 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if outgoing.waits:
             outgoing.waits = False
             self._perform(outgoing, outgoing.session.resume())
+
+    def _handle_release(self, peer: Peer, message: Release) -> None:
+        """An importer wants these no more, exported already or not."""
+        for ticket in message.tickets:
+            # What was exported is over here: a tombstone would take another ticket's place.
+            if ticket in self._outgoing or not self._exporter.is_reserved(ticket):
+                self._end(peer, ticket, "the decode worker gave up", "decode")
+        self._exporter.released(peer, message)
 
     def _handle_transfer_ack(self, peer: Peer, message: TransferAck) -> None:
         if message.closes_grant:

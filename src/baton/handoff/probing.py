@@ -7,7 +7,7 @@ before the next is made, so that a transport which brings wrong bytes is found h
     pull:  attach ── own landing pages are free ── read ──► completed, looked at ── read …
 
 Where handoffs leave too little room between their transfers, or a peer answers too late, what was
-measured until then counts. Where that is nothing, the link is measured later, or keeps its prior.
+measured until then counts. Where that is nothing, the link keeps its prior and is measured later.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S: Final = 1.0
+PROBE_AGAIN_S: Final = 30.0
+"""A link whose probe failed, or was not answered, is measured again after this time."""
 MAX_WAIT_FOR_IDLE_S: Final = 2.0
 """A worker that is never idle probes after this time, between the transfers of its handoffs."""
 
@@ -102,6 +104,8 @@ class _ProbeRun:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    """`since`: from when on its turn may come."""
+
     peer: Peer
     peer_transport: PeerTransport
     since: Instant
@@ -202,7 +206,9 @@ class LinkProber:
         for key, waiting in tuple(self.waiting.items()):
             peer_transport = waiting.peer_transport
             half_open = peer_transport.state is PeerTransportState.HALF_OPEN
-            if num_handoffs and not half_open and now - waiting.since < MAX_WAIT_FOR_IDLE_S:
+            waited_s = now - waiting.since
+            least_s = MAX_WAIT_FOR_IDLE_S if num_handoffs else 0.0
+            if waited_s < least_s and not half_open:
                 continue
             del self.waiting[key]
             self._done.add(key)
@@ -300,25 +306,29 @@ class LinkProber:
 
     def _time_out(self, run: _ProbeRun) -> PeerTransportUp | None:
         """The peer does not answer, or handoffs leave no room between their transfers."""
-        peer, route = run.peer, run.peer_transport
-        half_open = route.state is PeerTransportState.HALF_OPEN
+        half_open = run.peer_transport.state is PeerTransportState.HALF_OPEN
         if len(run.series.samples) > 1 and not half_open:
             return self._conclude(run)
         if run.is_in_flight or (half_open and not run.is_attached):
             self._abandon(run, "no answer to a probe")
         else:
             self._end(run)
-            now = self._peer_transports.now()
-            self.waiting[id(peer), route.kind] = _Waiting(peer, route, now)
+            self._wait_again(run, 0.0)
         return None
 
     def _abandon(self, run: _ProbeRun, reason: str, *, is_wrong: bool = False) -> None:
-        """The link is not measured; one that is wrong, or half-open, is left alone."""
+        """The link is not measured now; one that is wrong, or half-open, is left alone."""
         self._end(run)
         kind = run.peer_transport.kind
         logger.info("handoff: %s is not measured over %s: %s", run.peer.name, kind, reason)
         if is_wrong or run.peer_transport.state is PeerTransportState.HALF_OPEN:
             self._peer_transports.penalize(run.peer, kind, reason)
+        else:
+            self._wait_again(run, PROBE_AGAIN_S)
+
+    def _wait_again(self, run: _ProbeRun, delay_s: float) -> None:
+        peer, since = run.peer, Instant(self._peer_transports.now() + delay_s)
+        self.waiting[id(peer), run.peer_transport.kind] = _Waiting(peer, run.peer_transport, since)
 
     def _end(self, run: _ProbeRun) -> None:
         self.active = None

@@ -80,6 +80,16 @@ def fleet_folder(fleet: str, environment: Mapping[str, str]) -> FleetFolder:
     return FleetFolder(fleet, _fleets_directory(environment) / fleet)
 
 
+def ray_folder(fleet: str, environment: Mapping[str, str]) -> FleetFolder:
+    """Where this user's part of a fleet on Ray is kept: only `monitor`.
+
+    Raises:
+        ConfigError: `fleet` is no name of a fleet.
+    """
+    name = fleet_folder(fleet, environment).fleet
+    return FleetFolder(name, state_directory(environment) / "ray" / name)
+
+
 def running_fleets(environment: Mapping[str, str]) -> list[str]:
     """Names of this user's fleets whose launcher runs, sorted."""
     try:
@@ -123,14 +133,14 @@ def claim(folder: FleetFolder) -> Generator[None]:
     try:
         _lock(lock, folder)
         _remove(folder.socket, folder.members, *folder.logs.iterdir())
-        _remove_monitor(folder)
+        remove_monitor(folder)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         try:
             yield
         finally:  # before the lock is released: the next launch makes its own
             _remove(folder.socket, folder.members)
-            _remove_monitor(folder)
+            remove_monitor(folder)
     finally:
         os.close(lock)
 
@@ -174,7 +184,8 @@ def _make(folder: FleetFolder) -> None:
         path.chmod(0o700)
 
 
-def _remove_monitor(folder: FleetFolder) -> None:
+def remove_monitor(folder: FleetFolder) -> None:
+    """Forget the identity of a fleet that has ended, if there is one."""
     with suppress(OSError):
         _remove(*folder.monitor.iterdir())
         folder.monitor.rmdir()

@@ -109,9 +109,11 @@ class Listener:
         purpose: str,
         *,
         on_peer: Callable[[Connection], None],
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._socket, self._reactor = sock, reactor
         self._credentials, self._purpose, self._on_peer = credentials, purpose, on_peer
+        self._max_connections = max_connections
         self._unproved: dict[Connection, None] = {}  # the oldest first
         self._log = LimitedLog(_log, MachineClock())
         self._peers: set[Connection] = set()
@@ -120,6 +122,11 @@ class Listener:
         sock.listen(BACKLOG)
         self._watch()
         self._close_revoked()
+
+    @property
+    def num_peers(self) -> int:
+        """Connections of peers that have proved the key."""
+        return len(self._peers)
 
     def forget(self, connection: Connection) -> None:
         """A peer's connection is over: it counts no longer."""
@@ -143,8 +150,9 @@ class Listener:
             if exc.errno in OUT_OF_RESOURCES:
                 self._pause(exc)
             return  # or it left again before it was accepted
-        if len(self._peers) >= MAX_CONNECTIONS:
-            self._log.warning("peers", f"refused a transfer connection: {MAX_CONNECTIONS} are open")
+        if len(self._peers) >= self._max_connections:
+            text = f"refused a transfer connection: {self._max_connections} are open"
+            self._log.warning("peers", text)
             sock.close()
             return
         if len(self._unproved) >= MAX_UNPROVED:

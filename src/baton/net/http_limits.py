@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from baton.errors import ConfigError
 from baton.protocol.worker_http import ErrorBody, ErrorDetail
 from baton.telemetry.log_limit import LimitedLog
 
@@ -72,7 +73,10 @@ def allow_descriptors(limits: HttpLimits) -> HttpLimits:
     """Raise this process's limit on open files; `limits` with no more connections than then fit.
 
     A process that cannot open another file neither accepts nor reaches a worker, and the event loop
-    closes new connections without a word.
+    closes new connections without a word. libzmq ends the process in which it cannot.
+
+    Raises:
+        ConfigError: not even one connection fits.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections * DESCRIPTORS_PER_CONNECTION + RESERVED_DESCRIPTORS
@@ -81,7 +85,10 @@ def allow_descriptors(limits: HttpLimits) -> HttpLimits:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if not 0 <= soft < wanted:
         return limits
-    fitting = max(1, (soft - RESERVED_DESCRIPTORS) // DESCRIPTORS_PER_CONNECTION)
+    fitting = (soft - RESERVED_DESCRIPTORS) // DESCRIPTORS_PER_CONNECTION
+    if fitting < 1:
+        least = RESERVED_DESCRIPTORS + DESCRIPTORS_PER_CONNECTION
+        raise ConfigError(f"this process may open {soft} files and needs {least}: raise ulimit -n")
     log.warning(
         "at most %d connections at once, not %d: this process may open %d files; raise ulimit -n",
         *(fitting, limits.max_connections, soft),

@@ -160,6 +160,8 @@ class PipeWaker:
 
     def wake(self) -> None:
         """See `Waker`."""
+        if self._is_closed:  # the descriptor may be another file's by now
+            return
         try:
             os.write(self._write, b"\0")
         except BlockingIOError:

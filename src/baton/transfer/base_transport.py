@@ -9,14 +9,16 @@ subclass of `BaseRemote`.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import RegionHandle
 from baton.net.connection import Connection, EventReactor
-from baton.net.endpoints import Dialer, Listener
+from baton.net.endpoints import MAX_CONNECTIONS, MAX_UNPROVED, Dialer, Listener
 from baton.net.framing import encode
+from baton.telemetry.log_limit import LimitedLog
 from baton.transfer.interface import (
     Capabilities,
     PageArray,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
     from baton.net.channel import Channel
     from baton.transfer.endpoints import Address
+
+_log = logging.getLogger(__name__)
 
 Reactor: TypeAlias = EventReactor[TransferEvent]
 
@@ -271,8 +275,16 @@ A = TypeVar("A", bound=AttachRequest)
 class ConnectedTransport(BaseTransport[R], Generic[R, A]):
     """A transport whose peers connect to its listener; `A` is their `Attach` message."""
 
-    def __init__(self, context: TransportContext, *, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        context: TransportContext,
+        *,
+        connect_timeout_s: float,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         super().__init__(context)
+        self._max_connections = max_connections
+        self._log = LimitedLog(_log, context.clock)
         self._dialer = Dialer(
             self._reactor, context.credentials, self.kind, timeout_s=connect_timeout_s
         )
@@ -281,7 +293,12 @@ class ConnectedTransport(BaseTransport[R], Generic[R, A]):
     def _listen(self) -> str:
         sock, endpoint = self._open_listener()
         self._listener = Listener(
-            sock, self._reactor, self._context.credentials, self.kind, on_peer=self._accept_peer
+            sock,
+            self._reactor,
+            self._context.credentials,
+            self.kind,
+            on_peer=self._accept_peer,
+            max_connections=self._max_connections + MAX_UNPROVED,  # some of them to be refused
         )
         return endpoint
 
@@ -307,6 +324,12 @@ class ConnectedTransport(BaseTransport[R], Generic[R, A]):
         region = self._regions.get(RegionHandle(attach.region))
         if region is None:
             connection.send_body(encode(NotAttached("no such region")))
+        elif self._listener is not None and self._listener.num_peers > self._max_connections:
+            reason = (
+                f"{self._max_connections} connections of {self.kind} are open, which is the most"
+            )
+            self._log.warning("connections", f"refused a peer: {reason}")
+            connection.send_body(encode(NotAttached(reason)))
         else:
             self._admit(connection, attach, region)
 

@@ -132,6 +132,28 @@ def test_error_is_bounded(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EXACT])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shares", [(-1,), (1,), (-1, 1), (-1, -0.95), (0.95, 1), (-1, -0.5, 0, 0.25, 0.5, 0.9)], ids=str
+)
+def test_the_largest_numbers_keep_the_error(kind: str, dtype: str, shares: tuple[float]) -> None:
+    layout = KVLayout.gqa(2, 2, 8, block_size=6, dtype=dtype)
+    most = float(ml_dtypes.finfo(DTYPES[dtype]).max)
+    num_numbers = layout.block_bytes // layout.element_bytes
+    numbers = np.resize(np.float64(shares), (2, num_numbers)) * most
+    before = numbers.astype(np.float32).astype(DTYPES[dtype])
+    pairs = zip(
+        split_planes(layout, before), split_planes(layout, round_trip(kind, layout, before)),
+        strict=True,
+    )  # fmt: skip
+    for (name, plane), (_, decoded) in pairs:
+        exact = plane.astype(np.float64)
+        assert np.isfinite(decoded.astype(np.float64)).all()
+        bound = bound_of(kind, name, exact) + 2.0**-8 * np.abs(exact)  # bfloat16 of the least
+        assert (np.abs(decoded.astype(np.float64) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EXACT])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_what_is_not_finite_is_seen_and_stays_in_its_group(

@@ -43,20 +43,22 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-@pytest.fixture
-def admission(clock: ManualClock) -> Admission:
-    reader = TicketReader(IDENTITY, KEY, clients_are_gateways=False)
-    held = HeldPrompts(max_blocks=5)
+def make_admission(clock: ManualClock, *, may_unmap_kv: bool = False) -> Admission:
     made = Admission(
         IDENTITY,
-        MODEL,
+        replace(MODEL, may_unmap_kv=may_unmap_kv),
         block_size=4,
-        held=held,
-        reader=reader,
+        held=HeldPrompts(max_blocks=5),
+        reader=TicketReader(IDENTITY, KEY, clients_are_gateways=False),
         clock=clock,
     )
     made.set_ranks({0: FACTS})
     return made
+
+
+@pytest.fixture
+def admission(clock: ManualClock) -> Admission:
+    return make_admission(clock)
 
 
 def sealed(

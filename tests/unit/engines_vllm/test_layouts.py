@@ -57,6 +57,21 @@ def test_steps_that_are_cut_in_parts_are_refused(
         read_layers(config, cache, ALONE)
 
 
+@pytest.mark.parametrize(
+    "engines", [{"data_parallel_size": 2}, {"data_parallel_index": 1}], ids=["of experts", "dense"]
+)
+def test_engines_behind_one_address_are_refused(engines: dict[str, int], tmp_path: Path) -> None:
+    """Dense ones each see a size of 1."""
+    config = configure(write_model(tmp_path / "m"))
+    cache = plan(config, main_layers())
+    for name, value in engines.items():
+        setattr(config.parallel_config, name, value)
+    with pytest.raises(ConfigError, match="start a server for each engine"):
+        read_layers(config, cache, ALONE)
+    config.parallel_config.data_parallel_external_lb = True
+    read_layers(config, cache, ALONE)
+
+
 def test_layers_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     config = configure(write_model(tmp_path / "m", num_hidden_layers=11))
     specs = main_layers(11)

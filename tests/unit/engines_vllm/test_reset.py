@@ -14,6 +14,7 @@ from tests.unit.engines_vllm.test_admission import (
     Blocks,
     admission,
     clock,
+    make_admission,
     make_lora,
     receiving,
     request,
@@ -97,6 +98,28 @@ def test_handoffs_of_requests_that_wait_end(admission: Admission) -> None:
     assert answer == {"baton": {**REFUSED["baton"], "code": "handoff_failed"}}
     admission.finish(decode)
     assert [each.request for each in admission.step(step()).finished] == ["d"]
+
+
+def test_handoffs_of_preempted_prompts_end_before_their_memory_may_be_unmapped(
+    clock: ManualClock,
+) -> None:
+    """`/sleep` with `mode=keep` preempts what runs, resets, and unmaps: without a step between."""
+    admission = make_admission(clock, may_unmap_kv=True)
+    admission.add(request(sending(), "p"))
+    assert [each.request for each in admission.step(step(new=(("p", [1], 0, 4),))).offers] == ["p"]
+    assert not admission.reset()
+    assert admission.needs_step
+    assert admission.step(step(preempted={"p"})).preempted == ("p",)
+    assert not admission.needs_step
+    assert admission.reset()
+    assert admission.count_missing(request(receiving(), "d"), 0) == 0
+
+
+def test_a_server_that_keeps_its_memory_resets_at_once(admission: Admission) -> None:
+    admission.add(request(sending(), "p"))
+    admission.step(step(new=(("p", [1], 0, 4),)))
+    assert admission.reset()
+    assert not admission.needs_step
 
 
 @pytest.mark.parametrize("num_answers", [0, 1, 2])

@@ -6,10 +6,12 @@ import pytest
 
 from baton.engines.vllm.arguments import check_model, check_room, find_platform
 from baton.engines.vllm.options import VllmOptions
-from baton.engines.vllm.serving import ProbedIdentity, read_identity
+from baton.engines.vllm.serving import ProbedIdentity, _parse, read_identity
 from baton.errors import ConfigError, EngineError
 
 MIB = 1024 * 1024
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 
 
 def test_an_identity_is_read_from_a_probes_answer():
@@ -73,3 +75,10 @@ def test_the_distribution_says_what_vllm_was_built_for(monkeypatch, version, pla
 
     monkeypatch.setattr(importlib.metadata, "version", find)
     assert find_platform() == platform
+
+
+@pytest.mark.parametrize("flags", [["--data-parallel-size=2"], ["-dp", "2"]])
+def test_several_engines_behind_one_address_are_refused_before_any_starts(flags):
+    with pytest.raises(ConfigError, match="start a server for each engine"):
+        _parse(["--model", "m", *flags])
+    assert _parse(["--model", "m", *flags, "--data-parallel-rank=1"]).data_parallel_size == 2

@@ -12,6 +12,7 @@ from baton.auth.ticket import WorkerRef
 from baton.clock import Instant
 from baton.handoff.interface import ExportReleased
 from baton.handoff.messages import Release
+from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.reference.exports import SharedBlockExporter
 from baton.handoff.reference.imports import ImportTable, SharedBlockImporter, _Exporter
 from baton.ids import Epoch, WorkerId, new_ticket_id
@@ -33,6 +34,8 @@ LAYOUT = KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32")
 
 class OneReader:
     """A transport over which one process has mapped the pages."""
+
+    capabilities = SimpleNamespace(scopes_reads=False)
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -56,13 +59,14 @@ def exporter_to(
     events: list[Any] = []
     region = SimpleNamespace(arrays=(PageArray(0, 4096, 64),))
     view = SimpleNamespace(
-        view=SimpleNamespace(layout=LAYOUT, region=region, peer_mappings=object())
+        view=SimpleNamespace(layout=LAYOUT, region=region, peer_mappings=object()),
+        is_gathered=False,
     )
     context = SimpleNamespace(
         views=(view,),
         view_to=lambda peer: view,
         transports=(OneReader(process.pid),),
-        peers=(),
+        peers=NoPeers(),
         clock=ManualClock(),
         emit=events.append,
     )
@@ -71,6 +75,13 @@ def exporter_to(
         yield exporter, events
     finally:
         exporter.close()
+
+
+class NoPeers(list[Any]):
+    """None is linked: what is sent goes nowhere."""
+
+    def send(self, peer: object, message: object) -> None:
+        del peer, message
 
 
 def reserve(exporter: SharedBlockExporter) -> TicketId:
@@ -125,3 +136,15 @@ def test_a_release_that_was_lost_with_a_link_goes_over_the_one_that_replaced_it(
     importer.peer_gone(first)
     assert sent == [(first, Release((ticket,))), (second, Release((ticket,)))]
     importer.table.check_invariants()
+
+
+def test_releases_of_what_was_exported_leave_no_tombstones() -> None:
+    """Else those of a busy worker would take the places of tickets that are yet to come."""
+    with subprocess.Popen(["sleep", "60"]) as process, exporter_to(process) as (exporter, events):
+        exported, unknown = reserve(exporter), new_ticket_id()
+        exporter.export(exported, Instant(1e9))
+        sender = PrefillSender(exporter._context, exporter, cast("Any", None))
+        sender.handle_message(cast("Peer", peer_of(IMPORTER)), Release((exported, unknown)))
+        assert events == [ExportReleased(exported)]
+        assert sender._tombstones.take(exported, IMPORTER) is None
+        assert sender._tombstones.take(unknown, IMPORTER) is not None

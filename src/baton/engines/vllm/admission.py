@@ -114,6 +114,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._reader, self._adapters = reader, Adapters(model.adapter_settings)
         self._schedule = HandoffSchedule(block_size)
         self._block_size, self._held = block_size, held
+        self._must_end_sends = False
         self._prefixes: PrefixAdmission | None = None
         self._pressure = SchedulerPressure(block_size, model.max_running)
         self._refused = RefusalCounter()
@@ -212,6 +213,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         now = self._clock.now()
         # A reset preempts between two steps: some have ended since, and wait no more.
         waiting = preempted - output.finished_req_ids if preempted else preempted
+        self._must_end_sends = False
         is_stalled = self._pressure.step(now, preempted=waiting, is_busy=is_busy)
         follows_some = is_busy and bool(self._schedule.followed)
         return self._schedule.step(
@@ -226,18 +228,25 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def needs_step(self) -> bool:
         """Whether one more step is needed, without tokens.
 
-        It reports to the workers how full vLLM is, and frees blocks that they have copied.
+        It reports to the workers how full vLLM is, ends handoffs of preempted prompts, and frees
+        blocks that they have copied.
         """
-        if self._pressure.is_report_outdated:
+        if self._pressure.is_report_outdated or self._must_end_sends:
             return True
         return self._prefixes is not None and self._prefixes.needs_step
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """Do not use KV from before with what is computed from now on: vLLM has reset its caches.
 
         It does so before weights are replaced, which it does not report. Requests that had blocks
         were preempted, or vLLM refuses the reset.
+
+        False, and nothing is changed: vLLM may unmap its KV next, and the workers still send some
+        of requests that it preempted just now. A step ends that; then it can be asked again.
         """
+        if self._model.may_unmap_kv and self._schedule.is_sending:
+            self._must_end_sends = True
+            return False
         if self._adapters.last_reset is None:
             logger.warning("KV from before is not used any more: %s", RESET_REASON)
         self._adapters.reset()
@@ -245,6 +254,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._schedule.end_waiting(RESET_REASON)
         if self._prefixes is not None:
             self._prefixes.reset()
+        return True
 
     def update_from_workers(
         self, received: set[str] | None, sent: set[str] | None, report: StepReport | None

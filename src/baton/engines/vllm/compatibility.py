@@ -40,6 +40,19 @@ def check_hooks(interface: type) -> None:
         )
 
 
+def check_data_parallel(num_engines: int, *, is_external: bool) -> None:
+    """Refuse several engines behind one address; `is_external`: each has an address of its own.
+
+    Raises:
+        ConfigError: there are.
+    """
+    if num_engines > 1 and not is_external:
+        raise ConfigError(
+            "--data-parallel-size above 1 puts several engines behind one address, and KV is "
+            "handed over to one of them: start a server for each engine, and list all of them"
+        )
+
+
 def join_logging() -> None:
     """Let Baton's log appear where vLLM's does, unless it is configured already."""
     ours, theirs = logging.getLogger("baton"), logging.getLogger("vllm")

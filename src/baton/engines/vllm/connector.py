@@ -153,9 +153,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         return self._scheduler.needs_step
 
     def reset_cache(self) -> bool:
-        """See `KVConnectorBase_V1`: before weights are replaced, and on request. Always True."""
-        self._scheduler.reset()
-        return True
+        """See `KVConnectorBase_V1`: before weights are replaced or unmapped, and on request."""
+        return self._scheduler.reset()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, RankHandshake]) -> None:
         self._scheduler.set_ranks({rank: shake.facts for rank, shake in metadata.items()})

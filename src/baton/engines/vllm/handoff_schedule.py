@@ -162,7 +162,7 @@ class _Pending:
         )
 
 
-class HandoffSchedule:
+class HandoffSchedule:  # noqa: PLR0904 - a method for each event
     """Every request that vLLM's scheduler has, as far as a handoff concerns it."""
 
     def __init__(self, block_size: int) -> None:
@@ -192,6 +192,11 @@ class HandoffSchedule:
     def is_receiving(self, request: VllmRequestId) -> bool:
         """Whether a request waits for KV of its prefill worker, or has just got it."""
         return isinstance(self._states.get(request), _RECEIVING)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether KV of a request that vLLM has not finished is on offer."""
+        return any(isinstance(state, Computing) for state in self._states.values())
 
     def is_sent_through_store(self, request: VllmRequestId) -> bool:
         """Whether a request is a prefill of mode pool."""

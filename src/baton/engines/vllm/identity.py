@@ -140,7 +140,8 @@ class ModelFacts:
 
     `takes_unsigned_tickets`: every client of the server is a gateway. `resumes_streams`: Baton
     started it, and it goes on with other servers' streams from their token ids.
-    `adapter_settings`: how it applies LoRA adapters (`describe_settings`).
+    `adapter_settings`: how it applies LoRA adapters (`describe_settings`). `may_unmap_kv`: it can
+    be put to sleep.
     """
 
     model: str
@@ -154,6 +155,7 @@ class ModelFacts:
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = False
     adapter_settings: bytes = b""
+    may_unmap_kv: bool = False
 
 
 def describe_worker(
@@ -211,6 +213,7 @@ def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> Mode
         takes_unsigned_tickets=options.clients_are_gateways,
         resumes_streams=options.resumes_streams,
         adapter_settings=describe_settings(vllm_config.lora_config),
+        may_unmap_kv=bool(model.enable_sleep_mode),
     )
 
 

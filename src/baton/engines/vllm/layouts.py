@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from baton.engines.vllm.compatibility import check_data_parallel
 from baton.errors import ConfigError
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 
@@ -259,6 +260,8 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
         if getattr(parallel, name, 1) > 1:
             flag = name.replace("_", "-")
             raise ConfigError(f"Baton hands over no KV under --{flag} above 1 yet")
+    num_engines = max(parallel.data_parallel_size, parallel.data_parallel_index + 1)
+    check_data_parallel(num_engines, is_external=parallel.data_parallel_external_lb)
     if getattr(parallel, "use_ubatching", False):
         # Each half of a step reports its layers, on a stream of its own: half of the KV is there.
         raise ConfigError("Baton hands over no KV under --enable-dbo or --ubatch-size yet")

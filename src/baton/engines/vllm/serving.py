@@ -33,6 +33,7 @@ from baton.engines.vllm.arguments import (
     server_arguments,
     server_environment,
 )
+from baton.engines.vllm.compatibility import check_data_parallel
 from baton.engines.vllm.engine_process import server_variables
 from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
@@ -328,7 +329,11 @@ def _connections(tls: Tls | None) -> Connections:
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """Read by the parser of vLLM: a wrong flag ends the process with exit code 2."""
+    """Read by the parser of vLLM: a wrong flag ends the process with exit code 2.
+
+    Raises:
+        ConfigError: vLLM cannot be used, or would start several engines.
+    """
     try:
         from vllm.entrypoints.launchers.cli_args import (  # noqa: PLC0415 - seconds to import
             make_arg_parser,
@@ -342,6 +347,8 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     parser = make_arg_parser(FlexibleArgumentParser(prog="engine.arguments"))
     args: Namespace = parser.parse_args(list(arguments))
     validate_parsed_serve_args(args)
+    is_external = args.data_parallel_external_lb or args.data_parallel_rank is not None
+    check_data_parallel(args.data_parallel_size, is_external=is_external)
     return args
 
 

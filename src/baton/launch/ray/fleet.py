@@ -13,6 +13,7 @@ from baton.config.resolve import CommandLine, resolve
 from baton.errors import UNDECODABLE
 from baton.launch.errors import FleetError
 from baton.launch.fleet import COUNTED, FleetMember, FleetStatus, MemberRole
+from baton.launch.folder import ray_folder, remove_monitor
 from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
 from baton.launch.ray.hosts import path_of
 from baton.launch.ray.members_file import read_member
@@ -127,6 +128,7 @@ class RayFleet:
             for line in await asyncio.gather(*(self._end(name) for name in step)):
                 yield line
         await remove_all(self._supervisors, self._plan, ())
+        remove_monitor(ray_folder(self._plan.fleet, read_environment()))
 
     async def logs(self, member: str, num_lines: int, *, follow: bool) -> AsyncIterator[str]:
         """See `FleetControl`."""

@@ -36,6 +36,8 @@ class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the `tcp` transport.
 
     `streams`: connections to each peer's region.
+    `max_connections`: of peers to this worker at once; what exceeds them is refused. Each peer has
+    `streams` to each region, and as many while its link is probed.
     `stripe_bytes`: a write of twice as much or more is spread over streams, so much or more on
     each; a read is requested in pieces of this size.
     `socket_buffer_bytes`: asked of the kernel for each socket: a larger one means fewer wake-ups.
@@ -50,6 +52,7 @@ class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
     stripe_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 8 << 20
     socket_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] | None = 4 << 20
     local_buffer_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 1 << 20

@@ -344,7 +344,11 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
     )  # fmt: skip
 
     def __init__(self, options: TcpOptions, context: TransportContext) -> None:
-        super().__init__(context, connect_timeout_s=options.connect_timeout_s)
+        super().__init__(
+            context,
+            connect_timeout_s=options.connect_timeout_s,
+            max_connections=options.max_connections,
+        )
         self._options = options
         self._tls: Tls | None = context.tls
         if options.tls is not None:
