@@ -218,7 +218,9 @@ class VllmMachine(RuleBasedStateMachine):
     def arrive(self, num_tokens: int) -> None:
         self.count += 1
         ids = [self.count * 1000 + at for at in range(num_tokens)]
-        self.requests[f"r{self.count}"] = Request(f"r{self.count}", num_tokens, ids)
+        request = Request(f"r{self.count}", num_tokens, ids)
+        self.requests[request.request_id] = request
+        self.admission.arrived(request, lambda: make_weights(self.num_resets))
 
     @precondition(lambda self: self._live())
     @rule(data=st.data())
@@ -473,19 +475,22 @@ class OneThreadMachine(VllmMachine):
     def __init__(self) -> None:
         super().__init__()
         self.num_entries: int | None = None
-        self.admission.use_rank(self._look_up)
+        self.admission.use_rank(self._look_up, 0.01)
 
     @rule(num_entries=st.none() | st.integers(0, 7))
     def answer_at_once(self, num_entries: int | None) -> None:
         """From now on; None: later, if ever."""
         self.num_entries = num_entries
 
-    def _look_up(self, lookup: LookUp) -> StepReport:
+    def _look_up(self, lookup: LookUp | None, wait_s: float) -> StepReport:
         (rank,) = self.ranks
-        rank.prefixes.begin(PrefixOrders(lookups=(lookup,)))
+        if lookup is not None:
+            rank.prefixes.begin(PrefixOrders(lookups=(lookup,)))
         for _, order in self._lookups():
             if self.num_entries is not None:
                 rank.answer(order, self.num_entries, reads=True)
+        if not rank.prefixes.has_found:
+            self.clock.advance(wait_s)
         return StepReport(found=rank.prefixes.take_found(), read=rank.prefixes.take_read())
 
 

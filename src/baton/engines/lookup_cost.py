@@ -70,12 +70,17 @@ class LookupCost:
         return self.token_s * num_tokens if self.token_s else LOAD_TIMEOUT_S
 
     def observe_answer(
-        self, now: Instant, *, num_found: int, num_missing: int, waited_s: float
+        self, now: Instant, *, num_found: int, num_missing: int, waited_s: float | None
     ) -> None:
-        """The store had `num_found` of `num_missing` tokens; the answer took `waited_s`."""
+        """The store had `num_found` of `num_missing` tokens; the answer took `waited_s`.
+
+        None: it came while the prompt waited for something else.
+        """
+        self.found_share += LEARNING * (num_found / num_missing - self.found_share)
+        if waited_s is None:
+            return
         known_s = waited_s if self.is_forgotten(now) else self.wait_s
         self.wait_s = known_s + LEARNING * (waited_s - known_s)
-        self.found_share += LEARNING * (num_found / num_missing - self.found_share)
         self.answered_at = now
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:

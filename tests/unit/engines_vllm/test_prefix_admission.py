@@ -12,7 +12,7 @@ from baton.auth.ticket import hash_tenant
 from baton.engines.lookup_cost import HELD_SHARE, LOAD_TIMEOUT_S, LookupCost
 from baton.engines.vllm.kept_blocks import KeptBlocks
 from baton.engines.vllm.prefix_admission import PrefixAdmission
-from baton.engines.vllm.prefix_schedule import MAX_UNDER_WAY, PrefixSchedule
+from baton.engines.vllm.prefix_schedule import MAX_AHEAD, MAX_UNDER_WAY, PrefixSchedule
 from baton.engines.vllm.step_orders import NO_ORDERS, PrefixOrders, StepReport
 from tests.unit.engines_vllm.test_admission import (
     FACTS,
@@ -26,6 +26,8 @@ from tests.unit.engines_vllm.test_admission import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from baton.engines.vllm.admission import Admission
     from baton.engines.vllm.step_orders import LookUp
     from baton.testing.clocks import ManualClock
@@ -135,12 +137,17 @@ def test_what_all_ranks_have_is_loaded_behind_what_is_cached(
 
 @dataclass
 class NearRank:
-    """The only rank, on the scheduler's thread: has read `num_found` tokens, or is late (None)."""
+    """The only rank, on the scheduler's thread: it has read `num_found` tokens; None: is late."""
 
     num_found: int | None = 16
     lookups: list[LookUp] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    wait: Callable[[float], StepReport] = lambda _: StepReport()
 
-    def look_up(self, lookup: LookUp) -> StepReport:
+    def look_up(self, lookup: LookUp | None, wait_s: float) -> StepReport:
+        self.waits.append(wait_s)
+        if lookup is None:
+            return self.wait(wait_s)
         self.lookups.append(lookup)
         if self.num_found is None:
             return StepReport()
@@ -158,7 +165,7 @@ def near_fixture(admission: Admission, clock: ManualClock, pool: Pool) -> NearRa
     admission.set_ranks({0: STORED})
     admission.bind(pool)
     near = NearRank()
-    admission.use_rank(near.look_up)
+    admission.use_rank(near.look_up, 0.002)
     return near
 
 
@@ -205,7 +212,7 @@ def test_nothing_that_runs_waits_for_a_rank_on_this_thread(
 
 def test_a_rank_of_several_is_not_asked_alone(stored: Admission) -> None:
     near = NearRank()
-    stored.use_rank(near.look_up)
+    stored.use_rank(near.look_up, 0.002)
     assert stored.count_missing(asking(), 4) is None
     assert not near.lookups
 
@@ -421,8 +428,10 @@ def test_blocks_are_held_until_every_rank_has_kept_them(stored: Admission, pool:
     assert [pool.references[block] for block in range(9, 16)] == [1, 2, 2, 2, 2, 1, 1]
     assert stored.finish(asking("another"), range(20, 26)) == (False, None)
     orders = plan(stored)
-    assert orders == PrefixOrders(num_dropped_tokens=16), "too many are held"
-    report(stored, kept=("r",))
+    assert orders is not None
+    assert [keep.blocks for keep in orders.keeps] == [(20, 21)]
+    assert orders.num_dropped_tokens == 8, "six are held at most"
+    report(stored, kept=("r", "another", "another"))
     assert pool.references[10] == 2
     report(stored, kept=("r",))
     assert set(pool.references) == {1}
@@ -521,10 +530,170 @@ def test_of_a_prompt_that_is_more_than_may_be_held_the_beginning_is_kept(
 def test_no_more_blocks_are_held_than_are_free_besides(stored: Admission, pool: Pool) -> None:
     pool.num_free = 3
     stored.finish(asking(), range(10, 16))
-    assert plan(stored) == PrefixOrders(num_dropped_tokens=16)
-    assert set(pool.references) == {1}
-    pool.num_free = 4
-    stored.finish(asking("another"), range(20, 26))
     orders = plan(stored)
     assert orders is not None
-    assert [keep.request for keep in orders.keeps] == ["another"]
+    assert [keep.blocks for keep in orders.keeps] == [(10, 11)]
+    assert orders.num_dropped_tokens == 8
+    stored.finish(asking("another"), range(20, 26))
+    assert plan(stored) == PrefixOrders(num_dropped_tokens=16)
+    report(stored, kept=("r",) * NUM_RANKS)
+    pool.num_free = 4
+    stored.finish(asking("third"), range(20, 26))
+    orders = plan(stored)
+    assert orders is not None
+    assert [keep.request for keep in orders.keeps] == ["third"]
+
+
+def test_a_few_blocks_are_held_where_requests_fill_the_pool(
+    stored: Admission, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.num_free = 0
+    monkeypatch.setattr(stored._prefixes._kept, "_max_blocks", 16)
+    stored.finish(asking(), range(10, 16))
+    orders = plan(stored)
+    assert orders is not None
+    assert [keep.blocks for keep in orders.keeps] == [(10, 11, 12, 13)]
+    stored.finish(asking("another"), range(20, 26))
+    assert plan(stored) == PrefixOrders(num_dropped_tokens=16)
+
+
+def start(admission: Admission, name: str = "first") -> None:
+    """Let vLLM admit a request that nobody looks for."""
+    admission.allocated(asking(name), ([1, 2],), 0)
+
+
+def test_a_prompt_is_looked_for_as_it_arrives_at_a_busy_server(
+    admission: Admission, near: NearRank
+) -> None:
+    near.num_found = None
+    idle, busy = asking("idle"), asking("busy")
+    admission.arrived(idle)
+    assert not near.lookups, "vLLM asks about it at once"
+    start(admission)
+    admission.arrived(busy)
+    assert [(lookup.request, lookup.start) for lookup in near.lookups] == [("busy", 0)]
+    assert near.waits == [0.0], "nothing that runs waits for it"
+    report(admission, found=(("busy", 16),), read=("busy",))
+    assert admission.count_missing(busy, 4) == 12
+    assert admission.is_read(busy)
+    assert len(near.lookups) == 1
+    admission.allocated(busy, ([30, 31, 32, 33, 34, 35],), 12)
+    orders = plan(admission)
+    assert orders is not None
+    (load,) = orders.read_loads
+    assert (load.start, load.first_block, load.blocks) == (4, 1, (31, 32, 33))
+    assert load.lookup_s == 0.0
+
+
+@pytest.mark.parametrize("answer_s", [0.02, 0.04])
+def test_a_step_waits_a_small_share_of_its_time_for_a_rank_on_this_thread(
+    admission: Admission, near: NearRank, clock: ManualClock, answer_s: float
+) -> None:
+    near.num_found = None
+    compute_a_step(admission, clock, 0.001)
+    assert admission.count_missing(asking("missing"), 0) is None
+    plan(admission)
+    clock.advance(0.64)  # others' steps: an answer that has to wait for one is not waited for
+    report(admission, found=(("missing", 0),))
+    assert admission.count_missing(asking("missing"), 0) == 0
+    start(admission)
+    admission.arrived(asking())
+
+    def wait(wait_s: float) -> StepReport:
+        clock.advance(min(wait_s, answer_s))
+        return StepReport() if wait_s < answer_s else StepReport(found=(("r", 16),))
+
+    near.wait = wait
+    began_at = clock.now()
+    assert admission.count_missing(asking(), 0) == (16 if answer_s < 0.032 else 0)
+    assert clock.now() - began_at == pytest.approx(min(answer_s, 0.032))
+    admission.arrived(asking("more"))
+    assert admission.count_missing(asking("more"), 0) == 0, "0.032 s for all of them"
+    assert clock.now() - began_at == pytest.approx(0.032)
+
+
+def test_ranks_are_asked_ahead_with_the_next_step(stored: Admission) -> None:
+    start(stored)
+    for name in ("r", "s"):
+        stored.arrived(asking(name))
+    orders = plan(stored)
+    assert orders is not None
+    assert [lookup.request for lookup in orders.lookups] == ["r", "s"]
+    report(stored, found=(("r", 16), ("r", 8)))
+    assert stored.count_missing(asking("r"), 4) == 4
+    assert stored.count_missing(asking("s"), 4) is None, "it waits for the answer from now on"
+    stored.finish(asking("s", num_computed_tokens=0))
+    assert plan(stored) == PrefixOrders(released=("s",))
+
+
+@pytest.mark.parametrize("step_s", [0.001, 10.0])
+def test_an_answer_that_is_not_there_is_waited_for_where_that_is_short(
+    stored: Admission, clock: ManualClock, step_s: float
+) -> None:
+    compute_a_step(stored, clock, 0.001)
+    late = asking("late")
+    assert stored.count_missing(late, 0) is None
+    plan(stored)
+    clock.advance(min(step_s, 0.99 * LOAD_TIMEOUT_S))
+    report(stored, found=(("late", 0),) * 2)
+    assert stored.count_missing(late, 0) == 0
+    start(stored)
+    stored.arrived(asking())
+    plan(stored)
+    is_short = step_s < 1
+    assert stored.count_missing(asking(), 0) == (None if is_short else 0)
+    assert plan(stored) == (None if is_short else PrefixOrders(released=("r",)))
+    report(stored, found=(("r", 16),) * 2)
+    assert stored.count_missing(asking(), 0) == (16 if is_short else 0)
+
+
+def test_what_waited_in_the_queue_says_nothing_of_the_stores_time(
+    stored: Admission, clock: ManualClock
+) -> None:
+    compute_a_step(stored, clock, 0.001)
+    start(stored)
+    stored.arrived(asking())
+    plan(stored)
+    clock.advance(1.5)
+    report(stored, found=(("r", 0),) * 2)
+    assert stored.count_missing(asking(), 0) == 0
+    assert stored.count_missing(asking("next"), 0) is None
+
+
+def test_few_are_asked_ahead_at_once_in_the_order_of_arrival(stored: Admission) -> None:
+    start(stored)
+    names = [f"r{n}" for n in range(MAX_AHEAD + 3)]
+    for name in names:
+        stored.arrived(asking(name))
+    stored.finish(asking(names[-3], num_computed_tokens=0))
+    orders = plan(stored)
+    assert orders is not None
+    assert [lookup.request for lookup in orders.lookups] == names[:MAX_AHEAD]
+    report(stored, found=((names[0], 0), (names[0], 0), (names[1], 0)))
+    orders = plan(stored)
+    assert orders is not None
+    assert [lookup.request for lookup in orders.lookups] == names[-2:-1]
+    stored._prefixes._schedule.check_invariants()
+    stored.reset()
+    stored._prefixes._schedule.check_invariants()
+    assert stored.count_missing(asking(names[2]), 0) == 0, "found before the reset"
+
+
+@pytest.mark.parametrize(
+    ("params", "changes"),
+    [
+        (None, {"num_prompt_tokens": ENTRY_TOKENS - 1}),
+        (None, {"skip_reading_prefix_cache": True}),
+        (None, {"lora_request": make_lora("/nowhere")}),
+        (None, {"pooling_params": object()}),
+        ({"baton_info": True}, {}),
+        (receiving(), {}),
+    ],
+    ids=["short", "logprobs", "lora", "pooling", "probe", "sent"],
+)
+def test_what_the_store_cannot_have_is_not_asked_for_ahead(
+    stored: Admission, params: dict[str, object] | None, changes: dict[str, object]
+) -> None:
+    start(stored)
+    stored.arrived(asking(params=params, **changes))
+    assert plan(stored) is None

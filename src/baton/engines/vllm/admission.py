@@ -35,7 +35,7 @@ from baton.kv.copies import count_blocks
 from baton.kv.identity import adapt_fingerprint, compute_prompt_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -44,14 +44,9 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engines.vllm.handoff_schedule import FinishResult
     from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts
-    from baton.engines.vllm.prefix_admission import PrefixAdmission
+    from baton.engines.vllm.prefix_admission import LookUpNear, PrefixAdmission
     from baton.engines.vllm.scheduler_pressure import VllmBlockPool
-    from baton.engines.vllm.step_orders import (
-        LookUp,
-        StepOrders,
-        StepReport,
-        VllmRequestId,
-    )
+    from baton.engines.vllm.step_orders import StepOrders, StepReport, VllmRequestId
     from baton.engines.vllm.tickets import TicketReader
 
 
@@ -141,10 +136,10 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         if not all("pool" in facts.modes for facts in ranks.values()):
             self._prefixes = None  # what a rank computes cannot be kept in its store
 
-    def use_rank(self, look_up: Callable[[LookUp], StepReport]) -> None:
+    def use_rank(self, look_up: LookUpNear, wait_s: float) -> None:
         """See `PrefixAdmission.use_rank`; ignored where there are other ranks to ask."""
         if self._prefixes is not None and len(self._ranks) == 1:
-            self._prefixes.use_rank(look_up)
+            self._prefixes.use_rank(look_up, wait_s)
 
     def arrived(self, request: Request) -> None:
         """A request has joined vLLM's queue."""
@@ -152,6 +147,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         if request.lora_request is not None:  # read it before any KV is computed with it
             self._adapters.find(request.lora_request)
         self.add(request)
+        if self._prefixes is not None and self._may_be_stored(request):
+            identify = partial(self._adapters.find, request.lora_request)
+            self._prefixes.arrived(request, identify)
 
     def add(self, request: Request) -> None:
         """Read what a request wants of us; nothing happens if it is known."""
@@ -303,10 +301,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def _count_stored(
         self, prefixes: PrefixAdmission, request: Request, num_cached_tokens: int
     ) -> int | None:
-        request_id = request.request_id
-        if request_id not in prefixes and (
-            self._schedule.is_receiving(request_id) or not self._is_plain(request)
-        ):
+        if request.request_id not in prefixes and not self._may_be_stored(request):
             prefixes.skip(request, num_cached_tokens)
         identify = partial(self._adapters.find, request.lora_request)
         return prefixes.count_missing(request, num_cached_tokens, identify)
@@ -333,6 +328,10 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
             and not self._schedule.is_receiving(request_id)
             and not self._schedule.is_sent_through_store(request_id)
         )
+
+    def _may_be_stored(self, request: Request) -> bool:
+        """Whether the store may have a prompt's beginning, and nobody else sends it."""
+        return not self._schedule.is_receiving(request.request_id) and self._is_plain(request)
 
     def _is_plain(self, request: Request) -> bool:
         """Whether its KV depends on its tokens, tenant and adapter alone: on no later token."""

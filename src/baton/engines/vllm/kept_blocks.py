@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from baton.engines.vllm.step_orders import VllmRequestId
 
 VllmBlock = TypeVar("VllmBlock")
+
+FEW_OF_MOST: Final = 4
+"""A quarter of the most is held even where no block is free."""
 
 
 class CountedBlocks(Protocol[VllmBlock]):
@@ -45,7 +48,8 @@ class KeptBlocks:
 
     Each has a reference of its own in vLLM's pool, so that vLLM ends the request as any other and
     need not make steps until the copy is done: an idle server stays idle. What was copied meanwhile
-    is released in the next step. They are never more than are free besides.
+    is released in the next step. They are never more than are free besides, or a few: a pool that
+    requests fill is where most is evicted, and so where a store is needed.
     """
 
     def __init__(self, max_blocks: int, num_ranks: int) -> None:
@@ -61,23 +65,22 @@ class KeptBlocks:
         """The blocks of vLLM are known from now on."""
         self._pool = pool
 
-    @property
-    def max_blocks(self) -> int:
-        """How many are held at most: of a longer prompt the beginning is kept."""
-        return self._max_blocks
+    def count_room(self) -> int:
+        """How many blocks can be held now: of a longer prompt the beginning is kept."""
+        if self._pool is None:
+            return 0
+        few = self._max_blocks // FEW_OF_MOST
+        num_free = self._pool.get_num_free_blocks()  # others wait for room, or will soon
+        return max(0, min(self._max_blocks, max(num_free, few)) - self._num_blocks)
 
-    def try_hold(self, request: VllmRequestId, blocks: Sequence[int]) -> bool:
-        """Hold a finished request's blocks until every rank reports it, if there is room for it."""
-        num_held = self._num_blocks + len(blocks)
-        if self._pool is None or num_held > self._max_blocks:
-            return False
-        if num_held > self._pool.get_num_free_blocks():  # others wait for room, or will soon
-            return False
+    def hold(self, request: VllmRequestId, blocks: Sequence[int]) -> None:
+        """Hold a finished request's blocks until every rank reports it. There is room for them."""
+        if self._pool is None:
+            raise AssertionError("vLLM's blocks are not known")
         held = [self._pool.blocks[block] for block in blocks]
         self._pool.touch(held)
         self._kept[request] = _Kept(held, self._num_ranks)
         self._num_blocks += len(held)
-        return True
 
     def kept(self, request: VllmRequestId) -> None:
         """A rank reports that it has copied them, or will not."""

@@ -6,10 +6,11 @@ Duck-typed over vLLM's objects: nothing of vLLM is imported here.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.auth.ticket import hash_tenant
 from baton.clock import Instant
+from baton.engines.lookup_cost import TOLERATED_SHARE
 from baton.engines.vllm.adapters import NotIdentified
 from baton.engines.vllm.step_orders import Keep, LookUp
 from baton.kv.copies import count_blocks
@@ -26,17 +27,25 @@ if TYPE_CHECKING:
     from baton.engines.vllm.step_orders import PrefixOrders, StepReport, VllmRequestId
     from baton.kv.identity import Adapter
 
+LookUpNear: TypeAlias = "Callable[[LookUp | None, float], StepReport]"
+Identify: TypeAlias = "Callable[[], Adapter | NotIdentified | None]"
+
 MOSTLY_PROMPTS: Final = 16
 """Tokens for each request in a step: more than a step that only decodes has, also by guessing."""
+LONGEST_WAIT_S: Final = 0.05
+"""So long a step is delayed by the answers of a near rank."""
 IDLE_S: Final = 0.1
 """Without a step for so long, vLLM is idle: most copies into the store are done by then."""
 
 
-class PrefixAdmission:
+class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
     """Owned by the scheduler's thread.
 
-    A rank on the same thread is asked without a step while nothing runs: vLLM would make one
-    without tokens for the question, and sleep for 1 ms.
+    A rank on the same thread is asked without a step: while nothing runs vLLM would make one
+    without tokens for the question, and sleep for 1 ms. While something runs, prompts are looked
+    for as they arrive: vLLM asks only about a request that it could run, and an answer takes a
+    step, which on a busy server is longer than most prompts take. Where it is not there in time,
+    the step waits for the rank, for a small share of what the last one took.
     """
 
     def __init__(
@@ -45,8 +54,13 @@ class PrefixAdmission:
         self._schedule, self._kept, self._clock = schedule, kept, clock
         self._block_size = block_size
         self._planned: tuple[int, Instant] | None = None
-        self._look_up: Callable[[LookUp], StepReport] | None = None
+        self._look_up: LookUpNear | None = None
+        self._wait_s = 0.0
+        self._queued: dict[VllmRequestId, tuple[Request, Identify]] = {}
+        """Those in vLLM's queue that are to be asked for, in the order of arrival."""
         self._admitted: set[VllmRequestId] = set()
+        self._step_at: Instant | None = None
+        self._step_s = self._waited_s = 0.0
         self._checked_kept_at = Instant(0.0)
 
     def __contains__(self, request: VllmRequestId) -> bool:
@@ -56,33 +70,48 @@ class PrefixAdmission:
         """The blocks of vLLM are known from now on."""
         self._kept.bind(pool)
 
-    def use_rank(self, look_up: Callable[[LookUp], StepReport]) -> None:
-        """Ask the only rank, which is on this thread, without a step while nothing runs.
+    def use_rank(self, look_up: LookUpNear, wait_s: float) -> None:
+        """Ask the only rank, which is on this thread, without a step.
 
-        `look_up` waits a moment for the answer; without it, the report of a later step has it.
+        `look_up` asks (None: it has asked before) and waits so many seconds for an answer, `wait_s`
+        where nothing runs; without it, the report of a later step has it.
         """
-        self._look_up = look_up
+        self._look_up, self._wait_s = look_up, wait_s
+
+    def arrived(self, request: Request, identify: Identify) -> None:
+        """A request has joined vLLM's queue. `identify`: as of `count_missing`."""
+        is_long = request.num_prompt_tokens >= self._schedule.entry_tokens
+        if self._admitted and is_long and not _ignores_caches(request):
+            self._queued[request.request_id] = request, identify
+            self._ask_ahead()
 
     def skip(self, request: Request, num_cached_tokens: int) -> None:
         """Do not look for this request's prompt."""
+        self._queued.pop(request.request_id, None)
         self._schedule.skip(request.request_id, num_cached_tokens)
 
     def count_missing(
         self,
         request: Request,
         num_cached_tokens: int,
-        identify: Callable[[], Adapter | NotIdentified | None],
+        identify: Identify,
     ) -> int | None:
         """How many tokens are to be loaded; None: vLLM is to ask again in its next step.
 
         `identify` finds what computes the request. It looks at files, once for each request.
         """
         schedule = self._schedule
-        if request.request_id not in schedule:
+        if schedule.is_ahead(request.request_id):
+            self._await_rank(request.request_id)
+        is_ahead = schedule.is_ahead(request.request_id)
+        if is_ahead or request.request_id not in schedule:
+            self._queued.pop(request.request_id, None)
             num_missing = request.num_prompt_tokens - num_cached_tokens
             fewest = schedule.cost.count_worth_asking(self._clock.now(), schedule.entry_tokens)
             if num_missing < fewest or _ignores_caches(request):
                 schedule.skip(request.request_id, num_cached_tokens)
+            elif is_ahead:
+                schedule.wait(request.request_id, self._clock.now())
             elif schedule.is_full:
                 limit_s = schedule.cost.compute_held_s(num_missing)
                 if not schedule.waits_too_long(request.request_id, limit_s, self._clock.now()):
@@ -132,6 +161,7 @@ class PrefixAdmission:
         """
         schedule = self._schedule
         self._admitted.discard(request.request_id)
+        self._queued.pop(request.request_id, None)
         num_present = schedule.finish(request.request_id)
         if num_present is None or not is_kept:
             return
@@ -141,12 +171,13 @@ class PrefixAdmission:
         num_tokens -= num_tokens % schedule.entry_tokens
         if num_tokens <= num_present:
             return
-        most = self._kept.max_blocks * self._block_size
+        most = self._kept.count_room() * self._block_size
         num_kept = min(num_tokens, most - most % schedule.entry_tokens)
         held = blocks[: count_blocks(num_kept, self._block_size)]
-        if num_kept <= num_present or not self._kept.try_hold(request.request_id, held):
+        if num_kept <= num_present:
             schedule.drop(num_tokens)
             return
+        self._kept.hold(request.request_id, held)
         if num_kept < num_tokens:
             schedule.drop(num_tokens - num_kept)
         self._checked_kept_at = self._clock.now()
@@ -159,12 +190,15 @@ class PrefixAdmission:
         num_tokens = output.total_num_scheduled_tokens
         if num_tokens >= MOSTLY_PROMPTS * max(1, len(output.num_scheduled_tokens)):
             self._planned = num_tokens, self._clock.now()
+        self._step_at, self._waited_s = (self._clock.now() if num_tokens else None), 0.0
         if self._kept:
             self._checked_kept_at = self._clock.now()
         return self._schedule.take_orders()
 
     def update_from_workers(self, received: set[str] | None, report: StepReport | None) -> None:
         """A step is over: apply the workers' reports."""
+        if self._step_at is not None:
+            self._step_s = self._clock.now() - self._step_at
         if self._planned is not None:
             (num_tokens, began_at), self._planned = self._planned, None
             self._schedule.cost.observe_step(num_tokens, self._clock.now() - began_at)
@@ -172,13 +206,39 @@ class PrefixAdmission:
             self._schedule.received(request)
         if report is not None:
             self._apply(report)
+        self._ask_ahead()
+
+    def _ask_ahead(self) -> None:
+        schedule = self._schedule
+        while self._queued and schedule.may_ask_ahead:
+            request, identify = self._queued.pop(next(iter(self._queued)))
+            if isinstance(adapter := identify(), NotIdentified):
+                continue
+            lookup = self._make_lookup(request, 0, adapter)
+            schedule.ask_ahead(lookup)
+            if self._look_up is None:
+                schedule.order_lookup(lookup)
+            else:
+                self._apply(self._look_up(lookup, 0.0))
+
+    def _await_rank(self, request: VllmRequestId) -> None:
+        """Wait for what a near rank was asked for, as long as that costs the next step little."""
+        if self._look_up is None:
+            return
+        most_s = min(LONGEST_WAIT_S, TOLERATED_SHARE * self._step_s)
+        began_at = now = self._clock.now()
+        until = Instant(began_at + most_s - self._waited_s)
+        while now < until and self._schedule.is_ahead(request):
+            self._apply(self._look_up(None, until - now))
+            now = self._clock.now()
+        self._waited_s += now - began_at
 
     def _ask(self, lookup: LookUp) -> None:
         self._schedule.ask(lookup, self._clock.now())
         if self._look_up is None or self._admitted:
             self._schedule.order_lookup(lookup)
         else:
-            self._apply(self._look_up(lookup))
+            self._apply(self._look_up(lookup, self._wait_s))
 
     def _apply(self, report: StepReport) -> None:
         for request in report.read:

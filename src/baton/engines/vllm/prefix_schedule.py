@@ -1,6 +1,7 @@
 """The scheduler's side: which prompts' beginnings are loaded from the store, and what is kept.
 
     Asked ─ all ranks answered ─► Found ─ allocated, some to load ─► Loading ─ received ─► Local
+      ├ ahead: vLLM has not come to it yet. If it does before the answer, it waits, or ─► Local
       └ vLLM asks again until then  ├ allocated, all ranks have read it ─► Local
                                     └ allocated, nothing to load ─► Local
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_UNDER_WAY: Final = 4
 """Lookups and loads at once: a rank has one thread for them. Other requests wait for a place."""
+MAX_AHEAD: Final = 8
+"""Lookups besides, of requests that wait in vLLM's queue anyway."""
 TOKEN_BYTES: Final = 4
 
 
@@ -37,11 +40,12 @@ TOKEN_BYTES: Final = 4
 class Asked:
     """The ranks look for it; `num_found` is the least that those have which answered.
 
-    `num_read` of these have it in memory.
+    `num_read` of these have it in memory. `at`: since when the request waits for nothing else;
+    None: it waits in vLLM's queue.
     """
 
     lookup: LookUp
-    at: Instant
+    at: Instant | None
     num_found: int
     num_answers: int = 0
     num_read: int = 0
@@ -106,6 +110,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._num_ranks, self._block_size = num_ranks, block_size
         self._states: dict[VllmRequestId, State] = {}
         self._under_way: set[VllmRequestId] = set()
+        self._ahead: set[VllmRequestId] = set()
         self._waits: dict[VllmRequestId, Instant] = {}
         """Since when requests have waited for a place."""
         self._pending: _Pending | None = None
@@ -121,13 +126,21 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         """Whether another lookup or load has to wait."""
         return len(self._under_way) >= MAX_UNDER_WAY
 
+    @property
+    def may_ask_ahead(self) -> bool:
+        """Whether a request may be asked for that waits in vLLM's queue."""
+        return len(self._ahead) < MAX_AHEAD
+
     def waits_too_long(self, request: VllmRequestId, limit_s: float, now: Instant) -> bool:
         """Whether a request that is to wait for a place has waited for `limit_s` already."""
         return now - self._waits.setdefault(request, now) >= limit_s
 
     def skip(self, request: VllmRequestId, num_cached_tokens: int) -> None:
-        """Do not look for this request's prompt."""
-        self._waits.pop(request, None)
+        """Do not look for this request's prompt, nor wait for the answer."""
+        state = self._states.get(request)
+        self._forget(request)
+        if isinstance(state, Asked | Found):
+            self._release(state)
         self._states[request] = Local(num_cached_tokens)
 
     def ask(self, lookup: LookUp, now: Instant) -> None:
@@ -135,6 +148,22 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._waits.pop(lookup.request, None)
         self._states[lookup.request] = Asked(lookup, now, len(lookup.packed_ids) // TOKEN_BYTES)
         self._under_way.add(lookup.request)
+
+    def ask_ahead(self, lookup: LookUp) -> None:
+        """A prompt is looked for while its request waits in vLLM's queue."""
+        self._states[lookup.request] = Asked(lookup, None, len(lookup.packed_ids) // TOKEN_BYTES)
+        self._ahead.add(lookup.request)
+
+    def is_ahead(self, request: VllmRequestId) -> bool:
+        """Whether it was asked for so, and there is no answer yet."""
+        state = self._states.get(request)
+        return request in self._ahead and isinstance(state, Asked) and state.at is None
+
+    def wait(self, request: VllmRequestId, now: Instant) -> None:
+        """One that was asked for ahead waits for nothing but the answer from now on."""
+        state = self._states.get(request)
+        if isinstance(state, Asked):
+            state.at = now
 
     def order_lookup(self, lookup: LookUp) -> None:
         """Let the next step ask the ranks for it."""
@@ -151,7 +180,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         if isinstance(state, Asked):
             if state.num_answers < self._num_ranks:
                 return None
-            state = self._learn(state, now)
+            state = self._learn(state, num_cached_tokens, now)
         if not isinstance(state, Found):
             return 0
         if state.is_read and num_cached_tokens < state.lookup.start:
@@ -218,6 +247,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             state.num_found = min(state.num_found, num_tokens)
             if state.num_answers == self._num_ranks:
                 self._under_way.discard(request)
+                self._ahead.discard(request)
 
     def received(self, request: VllmRequestId) -> None:
         """All ranks report that a load has ended: its blocks are vLLM's again."""
@@ -234,8 +264,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             what vLLM takes them to hold.
         """
         state = self._states.pop(request, None)
-        self._waits.pop(request, None)
-        self._under_way.discard(request)
+        self._forget(request)
         match state:
             case Loading():
                 self._orders().aborted.append(request)
@@ -265,7 +294,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         for request, state in self._states.items():
             if isinstance(state, Asked | Found):
                 self._release(state)
-                self._under_way.discard(request)
+                self._forget(request)
                 self._states[request] = Local(0)
 
     def keep(self, keep: Keep) -> None:
@@ -299,25 +328,29 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
             if isinstance(state, Loading)
             or (isinstance(state, Asked) and state.num_answers < self._num_ranks)
         }
-        if under_way != self._under_way or len(under_way) > MAX_UNDER_WAY:
-            raise AssertionError(f"under way are {self._under_way}, not {under_way}")
+        if under_way != self._under_way | self._ahead or self._under_way & self._ahead:
+            raise AssertionError(f"{self._under_way}, {self._ahead} are not {under_way}")
+        if len(self._under_way) > MAX_UNDER_WAY or len(self._ahead) > MAX_AHEAD:
+            raise AssertionError(f"too many are under way: {self._under_way}, {self._ahead}")
 
-    def _learn(self, asked: Asked, now: Instant) -> Found:
+    def _learn(self, asked: Asked, num_cached_tokens: int, now: Instant) -> Found:
         """All ranks have answered. What the request has waited is until vLLM asks again."""
-        lookup, waited_s = asked.lookup, now - asked.at
+        lookup, waited_s = asked.lookup, 0.0 if asked.at is None else now - asked.at
+        num_tokens = len(lookup.packed_ids) // TOKEN_BYTES
         # vLLM computes at least a token of what runs at once.
-        is_partial = asked.num_found * TOKEN_BYTES < len(lookup.packed_ids)
-        is_read = is_partial and asked.num_read == self._num_ranks
+        is_read = asked.num_found < num_tokens and asked.num_read == self._num_ranks
         found = Found(lookup, max(lookup.start, asked.num_found), waited_s, is_read)
         self._states[lookup.request] = found
         if asked.num_read and not is_read:
             self._orders().released.append(lookup.request)
-        if waited_s < LOAD_TIMEOUT_S:  # else the store hung, maybe as it read what it had found
+        start = max(lookup.start, num_cached_tokens)
+        if start < num_tokens and waited_s < LOAD_TIMEOUT_S:
+            # else vLLM has all, or the store hung, maybe as it read what it had found
             self.cost.observe_answer(
                 now,
-                num_found=found.stop - lookup.start,
-                num_missing=len(lookup.packed_ids) // TOKEN_BYTES - lookup.start,
-                waited_s=waited_s,
+                num_found=max(0, found.stop - start),
+                num_missing=num_tokens - start,
+                waited_s=None if asked.at is None else waited_s,
             )
         return found
 
@@ -332,6 +365,12 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         """The ranks need not remember what they have found or read, or may be about to."""
         if isinstance(state, Asked) or state.stop > state.lookup.start:
             self._orders().released.append(state.lookup.request)
+
+    def _forget(self, request: VllmRequestId) -> None:
+        """It waits for no place, and has none."""
+        self._waits.pop(request, None)
+        self._under_way.discard(request)
+        self._ahead.discard(request)
 
     def _orders(self) -> _Pending:
         if self._pending is None:

@@ -178,17 +178,18 @@ class RankHandoffs:
         if orders.started or orders.finished:
             self._observer.step_begins(orders, self._clock.now())
 
-    def look_up(self, lookup: LookUp, wait_s: float) -> StepReport:
+    def look_up(self, lookup: LookUp | None, wait_s: float) -> StepReport:
         """Look for a prompt in the store, between two steps, and wait at most `wait_s`.
 
-        Without the answer, a later step reports it. What happens to handoffs meanwhile, the next
-        one does.
+        None: wait for what was looked for before. Without an answer, a later step reports it. What
+        happens to handoffs meanwhile, the next one does.
         """
         prefixes, now = self._prefixes, self._clock.now()
-        prefixes.begin(PrefixOrders(lookups=(lookup,)))
-        self._uses_store = True
+        if lookup is not None:
+            prefixes.begin(PrefixOrders(lookups=(lookup,)))
+            self._uses_store = True
         until = now + wait_s
-        while now < until and not prefixes.has_news:
+        while now < until and not prefixes.has_found:
             self._poll_agent(until - now)
             now = self._clock.now()
         return StepReport(found=prefixes.take_found(), read=prefixes.take_read())

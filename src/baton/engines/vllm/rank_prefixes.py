@@ -113,6 +113,11 @@ class RankPrefixes:
         """Whether there is an answer to take for which a request waits."""
         return bool(self._finished or self._found)
 
+    @property
+    def has_found(self) -> bool:
+        """Whether that is a lookup's answer."""
+        return bool(self._found)
+
     def begin(self, orders: PrefixOrders) -> None:
         """Carry out a step's orders."""
         if self._store is None:
