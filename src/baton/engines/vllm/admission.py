@@ -330,7 +330,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         )
 
     def _may_be_stored(self, request: Request) -> bool:
-        """Whether the store may have a prompt's beginning, and nobody else sends it."""
+        """Whether the store may have a prompt's beginning, and no prefill server sends it."""
         return not self._schedule.is_receiving(request.request_id) and self._is_plain(request)
 
     def _is_plain(self, request: Request) -> bool:
