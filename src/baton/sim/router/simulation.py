@@ -104,6 +104,13 @@ class Simulation:
         """As the first gateway keeps it."""
         return self.gateways[0].load
 
+    def add_worker(self, view: WorkerView) -> None:
+        """Another worker, with a cache that is empty, and without a store; the fleet has it now."""
+        view = self._report(view)
+        self._workers[view.id] = self._start(view)
+        served = self.fleet.models[self._model]
+        self.fleet = Fleet.of((*served.prefills, *served.decodes, view))
+
     def add_clients(self, sessions: Iterator[Session], num_clients: int) -> None:
         """Closed loops: each client asks for one session after another, until there are no more."""
         for number in range(num_clients):
