@@ -1176,7 +1176,7 @@ TARGETS: Final = {
                seeds_of(PageAnnouncement(0, bytes(8), 0, 1, 64))),
         Target("rig-command", partial(framing.decode, _commands), PROTOCOL,
                seeds_of(backend.Build("transport", "tcp", {"a": 1}, "owner", 64),
-                        backend.Connect(b"abc"), backend.Call("x"), backend.Serve())),
+                        backend.Connect(b"abc"), backend.Call("x", b"y"), backend.Serve())),
         Target("rig-reply", partial(framing.decode, _replies), PROTOCOL,
                seeds_of(backend.Served(0.5), backend.Measured((0.1, 0.2), 3, 0.1),
                         backend.Failed("no"), backend.Digest("abc"))),

@@ -127,12 +127,13 @@ class Backend:
         while not stop():
             select.select([stop.fd], [], [])
 
-    def call(self, name: str) -> bytes:
+    def call(self, name: str, payload: bytes) -> bytes:
         """Run an operation that only this backend has.
 
         Raises:
             ProtocolError: it has no such operation.
         """
+        del payload
         raise ProtocolError(f"this backend has no operation {name!r}")
 
     def close(self) -> None:
@@ -263,6 +264,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     """Run an operation that only this backend has → `Called`."""
 
     name: str
+    payload: Metadata = b""
 
 
 class Called(msgspec.Struct, frozen=True, tag="called"):

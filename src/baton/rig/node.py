@@ -205,8 +205,8 @@ class NodeServer:
                 return Done()
             case Measure():
                 return self._measure(command)
-            case Call(name):
-                return Called(self._backend.call(name))
+            case Call(name, payload):
+                return Called(self._backend.call(name, payload))
             case unknown:
                 assert_never(unknown)
 

@@ -144,16 +144,18 @@ class NodePair:
         owner_cpu_s = self._end_serving()
         return Timings(measured.samples_s, measured.num_moves, measured.cpu_s, owner_cpu_s)
 
-    def call(self, role: Role, name: str, *, peer_serves: bool = False) -> bytes:
+    def call(
+        self, role: Role, name: str, payload: bytes = b"", *, peer_serves: bool = False
+    ) -> bytes:
         """Run an operation that only this backend has, on one side; see `Backend.call`.
 
         `peer_serves`: the other side makes progress meanwhile.
         """
         peer: Role = "driver" if role == "owner" else "owner"
         if not peer_serves:
-            return self._ask(role, Call(name), Called).payload
+            return self._ask(role, Call(name, payload), Called).payload
         self._open_nodes[peer].channel.send(Serve())
-        payload = self._ask(role, Call(name), Called).payload
+        payload = self._ask(role, Call(name, payload), Called).payload
         self._ask(peer, StopServing(), Served)
         return payload
 

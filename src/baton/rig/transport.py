@@ -245,7 +245,7 @@ class TransportBackend(Backend):
             watched = [stop.fd] if fd is None else [stop.fd, fd]
             self._sleep(watched, BLIND_POLL_S if fd is None else POLL_S)
 
-    def call(self, name: str) -> bytes:
+    def call(self, name: str, payload: bytes) -> bytes:
         """See `Backend`.
 
         `close_grant`: no more writes; returns once nothing can land any more. `listeners`: JSON,
@@ -257,7 +257,7 @@ class TransportBackend(Backend):
             self._transport.close_grant(self._grant)
             self._wait_for(GrantQuiescent)
             return b""
-        return super().call(name)
+        return super().call(name, payload)
 
     def digest_referenced_pages(self) -> str:
         """See `ReferenceReader`."""
