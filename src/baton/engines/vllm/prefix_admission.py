@@ -33,7 +33,7 @@ Identify: TypeAlias = "Callable[[], Adapter | NotIdentified | None]"
 MOSTLY_PROMPTS: Final = 16
 """Tokens for each request in a step: more than a step that only decodes has, also by guessing."""
 LONGEST_WAIT_S: Final = 0.05
-"""So long a step is delayed by the answers of a near rank."""
+"""For so long at most a step waits for answers of a rank on the scheduler's thread."""
 IDLE_S: Final = 0.1
 """Without a step for so long, vLLM is idle: most copies into the store are done by then."""
 
@@ -222,7 +222,7 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
                 self._apply(self._look_up(lookup, 0.0))
 
     def _await_rank(self, request: VllmRequestId) -> None:
-        """Wait for what a near rank was asked for, as long as that costs the next step little."""
+        """Wait for the answer of a rank on this thread, where that costs the next step little."""
         if self._look_up is None:
             return
         most_s = min(LONGEST_WAIT_S, TOLERATED_SHARE * self._step_s)

@@ -115,7 +115,7 @@ class RankPrefixes:
 
     @property
     def has_found(self) -> bool:
-        """Whether that is a lookup's answer."""
+        """Whether a lookup was answered since `take_found`."""
         return bool(self._found)
 
     def begin(self, orders: PrefixOrders) -> None:
