@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     import aiohttp
 
 
@@ -93,30 +95,39 @@ class StreamClient:
     answer: StreamedAnswer = field(default_factory=StreamedAnswer)
 
     async def ask(self, session: aiohttp.ClientSession, url: str) -> StreamedAnswer:
-        body = {"model": "demo", "stream": True, **self.body}
-        async with session.post(url + self.path, json=body) as response:
-            assert response.status == 200, await response.text()
-            rest = b""
-            async for chunk in response.content.iter_any():
-                *events, rest = (rest + chunk).split(b"\n\n")
-                for event in events:
-                    self.answer.read(event)
-            assert not rest
+        async for event in _ask(session, url + self.path, self.body):
+            self.answer.read(event)
         return self.answer
 
 
-async def ask_for_several(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
-) -> dict[int, StreamedAnswer]:
-    """The choices of one stream, each as if it had come alone."""
-    answers: dict[int, StreamedAnswer] = {}
-    async with session.post(
-        url + "/v1/completions", json={"model": "demo", "stream": True, **body}
-    ) as response:
-        for event in (await response.read()).split(b"\n\n")[:-2]:
+@dataclass
+class SeveralClient:
+    """The same of a completion with `n` > 1: its choices, each as if it had come alone."""
+
+    body: dict[str, Any]
+    answers: dict[int, StreamedAnswer] = field(default_factory=dict)
+
+    async def ask(self, session: aiohttp.ClientSession, url: str) -> dict[int, StreamedAnswer]:
+        async for event in _ask(session, url + "/v1/completions", self.body):
+            if event == b"data: [DONE]":
+                for answer in self.answers.values():
+                    answer.is_done = True
+                continue
             fields = json.loads(event.removeprefix(b"data: "))
             assert "error" not in fields, fields
-            answers.setdefault(fields["choices"][0]["index"], StreamedAnswer()).read(event)
-    for answer in answers.values():
-        answer.is_done = True
-    return answers
+            self.answers.setdefault(fields["choices"][0]["index"], StreamedAnswer()).read(event)
+        return self.answers
+
+
+async def _ask(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> AsyncIterator[bytes]:
+    """The events of a stream, each of which is whole."""
+    async with session.post(url, json={"model": "demo", "stream": True, **body}) as response:
+        assert response.status == 200, await response.text()
+        rest = b""
+        async for chunk in response.content.iter_any():
+            *events, rest = (rest + chunk).split(b"\n\n")
+            for event in events:
+                yield event
+        assert not rest

@@ -12,10 +12,10 @@ import pytest
 
 from baton.testing.fleet import Fleet, FleetProcess
 from tests.chaos.clients import Prompts
-from tests.chaos.conftest import ENGINE, GATEWAY, KEY, SEED, run
+from tests.chaos.conftest import ENGINE, GATEWAY, KEY, SEED, freeze, run
 from tests.chaos.process_state import until
 from tests.preloaded import start_preloaded
-from tests.stream_answers import StreamClient, StreamedAnswer, ask_for_several
+from tests.stream_answers import SeveralClient, StreamClient, StreamedAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NUM_TOKENS = 200
+FROZEN_S = 0.3
+"""For what is on its way to a gateway; a worker is not missed for so long."""
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 SEEDED = {**GREEDY, "temperature": 1.0, "seed": 7}
 USAGE = {"stream_options": {"include_usage": True}}
@@ -105,8 +107,13 @@ async def begin(
 
 
 async def kill_busy(session: aiohttp.ClientSession, workers: Decodes) -> int:
-    """Kill a decode worker that has streams; how many it had."""
+    """Kill a decode worker that has streams; how many it had.
+
+    It is stopped first, and what it had sent is read: none of its streams ends in between.
+    """
     victim = workers.decodes[0]
+    await freeze(victim)
+    await asyncio.sleep(FROZEN_S)
     counts = await read_counts(session, workers.gateway)
     num = counts[f'baton_router_requests{{model="demo",part="decode",worker="{victim.name}"}}']
     assert num > 0, "it has streams to lose"
@@ -173,9 +180,16 @@ def test_prefill_dies_and_then_decode_under_several_answers_that_began_early(
 
     async def scenario(session: aiohttp.ClientSession) -> None:
         await asyncio.to_thread(workers.start_gateway, **{"gateway.first_token_early": True})
-        asking = asyncio.create_task(ask_for_several(session, workers.gateway.url, body))
+        client = SeveralClient(body)
+        asking = asyncio.create_task(client.ask(session, workers.gateway.url))
         (streaming,) = await begin(session, workers, [StreamClient(COMPLETIONS, alone)])
+
+        async def all_flow() -> bool:
+            choices = client.answers.values()
+            return len(choices) == 2 and all(each.num_events > 8 for each in choices)
+
         workers.prefills[0].kill()
+        await until("both choices flow", all_flow, 20.0)
         num_lost = await kill_busy(session, workers)
         several, answer = await asking, await streaming
         assert resumed(await read_counts(session, workers.gateway)) == num_lost

@@ -19,7 +19,7 @@ from baton.testing.fleet import Fleet, FleetProcess
 from tests.e2e.client import KEY, TIMEOUT
 from tests.e2e.conftest import ENGINE, SPEC
 from tests.preloaded import start_preloaded
-from tests.stream_answers import StreamClient, StreamedAnswer, ask_for_several
+from tests.stream_answers import SeveralClient, StreamClient, StreamedAnswer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -202,7 +202,7 @@ def test_a_preempted_workers_streams_go_on_elsewhere(
     several = {**SEEDED, "prompt": prompt(9), "logprobs": 0, "n": 2}
 
     async def scenario(session: aiohttp.ClientSession) -> None:
-        asking_several = asyncio.create_task(ask_for_several(session, gateway.url, several))
+        asking_several = asyncio.create_task(SeveralClient(several).ask(session, gateway.url))
         asking = await begin(session, gateway, [StreamClient(*each) for each in BODIES])
         num = await count_streams(session, gateway, first)
         assert num > 1, "it has streams to lose"
@@ -298,8 +298,9 @@ def test_sixteen_streams_move_at_a_time(workers: Workers, oracle: FleetProcess) 
 
 
 def test_streams_move_to_a_worker_that_lacks_blocks(workers: Workers, oracle: FleetProcess) -> None:
-    """It has blocks for three of six streams: requests that wait there lose theirs, too."""
-    bodies = [(COMPLETIONS, {**GREEDY, "prompt": prompt(200 + n, 200)}) for n in range(6)]
+    """It has blocks for two of six streams: requests that wait there lose theirs, too."""
+    wanted = {**GREEDY, "max_tokens": 400}
+    bodies = [(COMPLETIONS, {**wanted, "prompt": prompt(200 + n, 200)}) for n in range(6)]
 
     async def scenario(session: aiohttp.ClientSession) -> None:
         settings = {"engine.num_blocks": 80}

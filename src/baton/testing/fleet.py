@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -150,9 +150,9 @@ class FleetProcess:
         if not self.is_alive:
             return
         engines = _children(self.pid) if number in {signal.SIGSTOP, signal.SIGCONT} else []
-        os.killpg(self.pid, number)
-        for engine in engines:
-            os.kill(engine, number)
+        for group_or_process in (-self.pid, *engines):
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(group_or_process, number)
 
     def stop(self) -> int:
         """Drain and end it; its exit status.
