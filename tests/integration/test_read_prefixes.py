@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from baton.handoff.interface import LoadOrder, PrefixFound
+from baton.handoff.interface import KeepOrder, KVSent, LoadOrder, PrefixFound
 from baton.handoff.kv_views import KVView
 from baton.handoff.pool_mode.block_copier import BlockCopier, hash_segments
 from baton.handoff.read_prefixes import ReadOrder
@@ -26,8 +26,10 @@ from tests.integration.test_handoff_pool import (
     entries,
     make_prompt,
     make_ticket,
+    node,
     pair_fixture,
     prefill_all,
+    section,
 )
 
 if TYPE_CHECKING:
@@ -101,6 +103,25 @@ def test_a_damaged_entry_ends_what_is_found(pair: tuple[Node, Node], tmp_path: P
     assert (found.num_tokens, found.is_read) == (IN_STORE, True)
     assert put_in_blocks(decode, prompt[:IN_STORE], 0) == IN_STORE
     assert decode.read(0, IN_STORE) == prefill.read(0, IN_STORE)
+
+
+def test_an_engine_that_computes_can_wait_for_what_it_has_ordered_to_be_kept(
+    tmp_path: Path,
+) -> None:
+    """With so small a share of the time, a second batch would be copied in minutes."""
+    with node(section(tmp_path, keep_share=1e-6), 4, 1) as worker:
+        prefixes, prompt = prefixes_of(worker), make_prompt()
+        prefixes.steps.num_begun += 1
+        prefixes.start_keep(KeepOrder(ID, "", prompt[:NUM_FULL], worker.table))
+        time.sleep(0.5)
+        assert not worker.handoffs.poll()
+        prefixes.hurry(is_hurried=True)
+        worker.hear(KVSent)
+        assert read(worker, prompt, 0).num_tokens == NUM_FULL
+        prefixes.hurry(is_hurried=False)
+        prefixes.start_keep(KeepOrder(ID, "", make_prompt(1)[:NUM_FULL], worker.table))
+        time.sleep(0.5)
+        assert not worker.handoffs.poll()
 
 
 @pytest.mark.parametrize(("late_s", "num_tries"), [(0.05, 1), (0.0, 4)])

@@ -33,7 +33,7 @@ from baton.testing.clocks import ManualClock
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from baton.engines.vllm.step_orders import LookUp
+    from baton.engines.vllm.step_orders import Keep, LookUp
     from baton.ids import TicketId
 
 BLOCK_SIZE, ENTRY_TOKENS = 4, 6
@@ -110,6 +110,7 @@ class Rank:
         self.num_kept = self.num_dropped_tokens = 0
         self.adapter = make_weights(0)
         self.read: dict[TicketId, tuple[int, int]] = {}
+        self.is_hurried = False
         self.steps = EngineSteps()
         self.prefixes = RankPrefixes(self, block_size=BLOCK_SIZE, clock=clock)
 
@@ -132,6 +133,9 @@ class Rank:
     def abort_load(self, order: TicketId) -> None:
         if self.orders.pop(order, None) is not None:
             self.prefixes.answered(order, 0)
+
+    def hurry(self, *, is_hurried: bool) -> None:
+        self.is_hurried = is_hurried
 
     def drop(self, num_tokens: int) -> None:
         self.num_dropped_tokens += num_tokens
@@ -196,6 +200,7 @@ class VllmMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock, self.pool = ManualClock(), Pool()
+        self.step_s = 0.0
         self.ranks = [Rank(self.clock) for _ in range(self.num_ranks)]
         self.schedule = PrefixSchedule(
             LookupCost(self.clock.now()),
@@ -376,6 +381,7 @@ class VllmMachine(RuleBasedStateMachine):
             num_scheduled_tokens=num_scheduled,
         )
         orders: PrefixOrders | None = self.admission.take_orders(output)
+        self.clock.advance(self.step_s)
         report, invalid, received = StepReport(), set[int](), set[str]()
         for rank in self.ranks:
             if orders is not None:
@@ -475,14 +481,16 @@ class OneThreadMachine(VllmMachine):
     def __init__(self) -> None:
         super().__init__()
         self.num_entries: int | None = None
-        self.admission.use_rank(self._look_up, 0.01)
+        self.admission.use_rank(self, 0.01)
 
-    @rule(num_entries=st.none() | st.integers(0, 7))
-    def answer_at_once(self, num_entries: int | None) -> None:
-        """From now on; None: later, if ever."""
-        self.num_entries = num_entries
+    @rule(num_entries=st.none() | st.integers(0, 7), step_s=st.sampled_from([0.0, 0.5]))
+    def answer_at_once(self, num_entries: int | None, step_s: float) -> None:
+        """From now on; None: later, if ever. Only in a long step copies are waited for."""
+        self.num_entries, self.step_s = num_entries, step_s
 
-    def _look_up(self, lookup: LookUp | None, wait_s: float) -> StepReport:
+    # As `NearRank`.
+
+    def look_up(self, lookup: LookUp | None, wait_s: float) -> StepReport:
         (rank,) = self.ranks
         if lookup is not None:
             rank.prefixes.begin(PrefixOrders(lookups=(lookup,)))
@@ -492,6 +500,19 @@ class OneThreadMachine(VllmMachine):
         if not rank.prefixes.has_found:
             self.clock.advance(wait_s)
         return StepReport(found=rank.prefixes.take_found(), read=rank.prefixes.take_read())
+
+    def keep(self, keep: Keep) -> None:
+        (rank,) = self.ranks
+        rank.prefixes.begin(PrefixOrders(keeps=(keep,)))
+
+    def await_kept(self, wait_s: float) -> StepReport:
+        (rank,) = self.ranks
+        for order in tuple(rank.orders.values()):
+            if isinstance(order, KeepOrder) and self.num_entries is not None:
+                rank.answer(order, self.num_entries)
+        if not rank.prefixes.has_kept:
+            self.clock.advance(wait_s)
+        return StepReport(kept=rank.prefixes.take_kept())
 
 
 TestVllmPrefixes = VllmMachine.TestCase

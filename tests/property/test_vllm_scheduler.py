@@ -199,6 +199,9 @@ class Rank:
     def start_keep(self, order: KeepOrder) -> None:
         self.orders[order.id] = order
 
+    def hurry(self, *, is_hurried: bool) -> None:
+        """Answers come when they come."""
+
     def drop(self, num_tokens: int) -> None:
         """Nothing was kept of it."""
 

@@ -41,6 +41,10 @@ class ReadsPrefixes(PrefixStore, Protocol):
         """
         ...
 
+    def hurry(self, *, is_hurried: bool) -> None:
+        """From now on the engine waits for what it has ordered to be kept; False: not any more."""
+        ...
+
     def release(self, order: TicketId) -> None:
         """What this `ReadOrder` has read is not needed. Ignored where nothing was."""
         ...

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.engines.vllm.admission import Admission
-    from baton.engines.vllm.step_orders import LookUp
+    from baton.engines.vllm.step_orders import Keep, LookUp
     from baton.testing.clocks import ManualClock
 
 __all__ = ["admission", "clock"]  # fixtures
@@ -143,6 +143,9 @@ class NearRank:
     lookups: list[LookUp] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     wait: Callable[[float], StepReport] = lambda _: StepReport()
+    keeps: list[Keep] = field(default_factory=list)
+    kept_waits: list[float] = field(default_factory=list)
+    copy: Callable[[float], StepReport] = lambda _: StepReport()
 
     def look_up(self, lookup: LookUp | None, wait_s: float) -> StepReport:
         self.waits.append(wait_s)
@@ -152,6 +155,13 @@ class NearRank:
         if self.num_found is None:
             return StepReport()
         return StepReport(found=((lookup.request, self.num_found),), read=(lookup.request,))
+
+    def keep(self, keep: Keep) -> None:
+        self.keeps.append(keep)
+
+    def await_kept(self, wait_s: float) -> StepReport:
+        self.kept_waits.append(wait_s)
+        return self.copy(wait_s)
 
 
 @pytest.fixture(name="near")
@@ -165,7 +175,7 @@ def near_fixture(admission: Admission, clock: ManualClock, pool: Pool) -> NearRa
     admission.set_ranks({0: STORED})
     admission.bind(pool)
     near = NearRank()
-    admission.use_rank(near.look_up, 0.002)
+    admission.use_rank(near, 0.002)
     return near
 
 
@@ -212,7 +222,7 @@ def test_nothing_that_runs_waits_for_a_rank_on_this_thread(
 
 def test_a_rank_of_several_is_not_asked_alone(stored: Admission) -> None:
     near = NearRank()
-    stored.use_rank(near.look_up, 0.002)
+    stored.use_rank(near, 0.002)
     assert stored.count_missing(asking(), 4) is None
     assert not near.lookups
 
@@ -435,6 +445,87 @@ def test_blocks_are_held_until_every_rank_has_kept_them(stored: Admission, pool:
     assert pool.references[10] == 2
     report(stored, kept=("r",))
     assert set(pool.references) == {1}
+
+
+def end_in_a_crowded_step(
+    admission: Admission, clock: ManualClock, pool: Pool, names: str, step_s: float
+) -> None:
+    """Requests of 16 tokens end in a step that has taken so long, while no block is free."""
+    pool.num_free = 0
+    output = step()
+    output.total_num_scheduled_tokens = 640
+    admission.step(SimpleNamespace(**vars(output)))
+    clock.advance(step_s)
+    for number, name in enumerate(names):
+        admission.finish(asking(name), range(10 * number, 10 * number + 6))
+
+
+def test_where_no_block_is_free_copies_are_waited_for_between_two_steps(
+    admission: Admission, near: NearRank, clock: ManualClock, pool: Pool
+) -> None:
+    """More than may be held end in one step: each waits until those before are copied."""
+
+    def copy(_: float) -> StepReport:
+        clock.advance(0.004)
+        return StepReport(kept=(near.keeps[len(near.kept_waits) - 1].request,))
+
+    near.copy = copy
+    end_in_a_crowded_step(admission, clock, pool, "abc", 0.4)
+    assert [keep.request for keep in near.keeps] == ["a", "b", "c"]
+    assert all(len(keep.token_ids) == 16 for keep in near.keeps)
+    assert pool.references[20] == 2
+    admission.update_from_workers(None, None, None)
+    assert set(pool.references) == {1}, "nothing is held as vLLM plans the next step"
+    assert near.kept_waits == pytest.approx([0.02, 0.016, 0.012]), "a twentieth of the step"
+    assert plan(admission) is None
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.09])
+def test_after_a_short_step_few_blocks_are_held_and_little_is_waited_for(
+    admission: Admission, near: NearRank, clock: ManualClock, pool: Pool, step_s: float
+) -> None:
+    near.copy = lambda wait_s: clock.advance(wait_s) or StepReport()
+    kept = KeptBlocks(8, 1)
+    schedule = PrefixSchedule(
+        LookupCost(clock.now()), num_ranks=1, block_size=BLOCK_SIZE, entry_tokens=ENTRY_TOKENS
+    )
+    admission.use_store(PrefixAdmission(schedule, kept, block_size=BLOCK_SIZE, clock=clock))
+    admission.use_rank(near, 0.002)
+    admission.bind(pool)
+    end_in_a_crowded_step(admission, clock, pool, "ab", step_s)
+    assert [len(keep.token_ids) for keep in near.keeps] == [8], "a quarter of eight blocks"
+    admission.update_from_workers(None, None, None)
+    assert near.kept_waits == pytest.approx([0.05 * step_s] if step_s else [])
+    assert pool.references[0] == 2
+    report(admission, kept=("a",))
+    assert set(pool.references) == {1}
+
+
+def test_copies_that_do_not_end_are_waited_for_once_in_a_step(
+    admission: Admission, near: NearRank, clock: ManualClock, pool: Pool
+) -> None:
+    near.copy = lambda wait_s: clock.advance(wait_s) or StepReport()
+    end_in_a_crowded_step(admission, clock, pool, "abc", 10.0)
+    assert [keep.request for keep in near.keeps] == ["a"]
+    admission.update_from_workers(None, None, None)
+    assert near.kept_waits == pytest.approx([0.05]), "however long the step was"
+    orders = plan(admission)
+    assert orders is not None
+    assert orders.num_dropped_tokens == 32
+
+
+def test_where_blocks_are_free_nothing_is_waited_for(
+    admission: Admission, near: NearRank, clock: ManualClock, pool: Pool
+) -> None:
+    end_in_a_crowded_step(admission, clock, pool, "", 0.4)
+    pool.num_free = 6
+    admission.finish(asking(), range(6))
+    admission.update_from_workers(None, None, None)
+    orders = plan(admission)
+    assert orders is not None
+    assert len(orders.keeps) == 1
+    assert not near.keeps
+    assert not near.kept_waits
 
 
 @pytest.mark.parametrize(

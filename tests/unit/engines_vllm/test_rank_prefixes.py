@@ -52,6 +52,7 @@ class RecordingStore:
         self.orders: list[LookupOrder | LoadOrder | KeepOrder] = []
         self.steps = EngineSteps()
         self.aborted: list[TicketId] = []
+        self.hurries: list[bool] = []
         self.num_dropped_tokens = 0
         self.loaded: list[LoadOrder] = []
         self.released: list[TicketId] = []
@@ -72,6 +73,9 @@ class RecordingStore:
 
     def start_keep(self, order: KeepOrder) -> None:
         self.orders.append(order)
+
+    def hurry(self, *, is_hurried: bool) -> None:
+        self.hurries.append(is_hurried)
 
     def abort_load(self, order: TicketId) -> None:
         self.aborted.append(order)
@@ -421,3 +425,17 @@ def test_the_store_can_see_whether_the_rank_computes(
     stored.rank.end_step()
     stored.rank.get_finished(set(), 0.0)
     assert (store.steps.num_begun, store.steps.num_ended) == (1, 1)
+
+
+def test_between_two_steps_copies_are_waited_for_and_hurried(
+    stored: RankHarness, store: RecordingStore
+) -> None:
+    (first,), (second,) = keep("first").keeps, keep("second").keeps
+    stored.rank.keep(first)
+    stored.rank.keep(second)
+    order, _ = store.orders
+    answer(stored, KVSent(order.id))
+    assert stored.rank.await_kept(0.01) == StepReport(kept=("first",))
+    assert store.hurries == [True, True, True, False]
+    assert stored.rank.await_kept(0.01) == StepReport()
+    assert store.hurries[-1] is False

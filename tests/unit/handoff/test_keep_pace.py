@@ -102,6 +102,14 @@ def test_what_is_kept_first_waits_until_the_answer_has_left() -> None:
     assert pace.compute_wait_s(Instant(5.0 + IDLE_AFTER_S)) == pytest.approx(0.0, abs=1e-12)
 
 
+def test_an_engine_that_waits_for_copies_does_not_wait_for_their_turn() -> None:
+    pace = KeepPace(computing(), 0.001)
+    pace.observe(Instant(5.0), 0.003, 0.003, 1)
+    assert pace.compute_wait_s(Instant(5.0)) > 0
+    pace.is_hurried = True
+    assert pace.compute_wait_s(Instant(5.0)) == 0
+
+
 def test_waiting_for_a_server_is_not_charged() -> None:
     pace = KeepPace(computing(), 0.1)
     pace.observe(Instant(1.0), 1.0, 0.001, 1)

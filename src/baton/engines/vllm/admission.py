@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engines.vllm.handoff_schedule import FinishResult
     from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts
-    from baton.engines.vllm.prefix_admission import LookUpNear, PrefixAdmission
+    from baton.engines.vllm.prefix_admission import NearRank, PrefixAdmission
     from baton.engines.vllm.scheduler_pressure import VllmBlockPool
     from baton.engines.vllm.step_orders import StepOrders, StepReport, VllmRequestId
     from baton.engines.vllm.tickets import TicketReader
@@ -136,10 +136,10 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         if not all("pool" in facts.modes for facts in ranks.values()):
             self._prefixes = None  # what a rank computes cannot be kept in its store
 
-    def use_rank(self, look_up: LookUpNear, wait_s: float) -> None:
+    def use_rank(self, near: NearRank, wait_s: float) -> None:
         """See `PrefixAdmission.use_rank`; ignored where there are other ranks to ask."""
         if self._prefixes is not None and len(self._ranks) == 1:
-            self._prefixes.use_rank(look_up, wait_s)
+            self._prefixes.use_rank(near, wait_s)
 
     def arrived(self, request: Request) -> None:
         """A request has joined vLLM's queue."""

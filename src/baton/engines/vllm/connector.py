@@ -161,7 +161,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
         # A rank is asked between two steps only where none is under way meanwhile.
         if isinstance(near, BatonConnector) and self._vllm_config.max_concurrent_batches == 1:
             rank, wait_s = near._worker, self._options.poll_interval_ms / 1000  # noqa: SLF001 - one class in two
-            self._scheduler.use_rank(rank.look_up, wait_s)
+            self._scheduler.use_rank(rank, wait_s)
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.arrived(request)

@@ -65,12 +65,20 @@ class KeptBlocks:
         """The blocks of vLLM are known from now on."""
         self._pool = pool
 
-    def count_room(self) -> int:
-        """How many blocks can be held now: of a longer prompt the beginning is kept."""
+    @property
+    def is_crowded(self) -> bool:
+        """Whether fewer blocks are free than may be held: requests wait for room, or will soon."""
+        return self._pool is not None and self._pool.get_num_free_blocks() < self._max_blocks
+
+    def count_room(self, *, is_brief: bool = False) -> int:
+        """How many blocks can be held now: of a longer prompt the beginning is kept.
+
+        `is_brief`: they are vLLM's again before it looks for blocks.
+        """
         if self._pool is None:
             return 0
-        few = self._max_blocks // FEW_OF_MOST
-        num_free = self._pool.get_num_free_blocks()  # others wait for room, or will soon
+        few = self._max_blocks if is_brief else self._max_blocks // FEW_OF_MOST
+        num_free = self._pool.get_num_free_blocks()
         return max(0, min(self._max_blocks, max(num_free, few)) - self._num_blocks)
 
     def hold(self, request: VllmRequestId, blocks: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ Duck-typed over vLLM's objects: nothing of vLLM is imported here.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from baton.auth.ticket import hash_tenant
 from baton.clock import Instant
@@ -27,15 +27,33 @@ if TYPE_CHECKING:
     from baton.engines.vllm.step_orders import PrefixOrders, StepReport, VllmRequestId
     from baton.kv.identity import Adapter
 
-LookUpNear: TypeAlias = "Callable[[LookUp | None, float], StepReport]"
 Identify: TypeAlias = "Callable[[], Adapter | NotIdentified | None]"
 
 MOSTLY_PROMPTS: Final = 16
 """Tokens for each request in a step: more than a step that only decodes has, also by guessing."""
 LONGEST_WAIT_S: Final = 0.05
 """For so long at most a step waits for answers of a rank on the scheduler's thread."""
+LEAST_WAIT_S: Final = 0.005
+"""More than the copy of one prompt takes: with less, blocks would still be held when vLLM looks
+for some."""
 IDLE_S: Final = 0.1
 """Without a step for so long, vLLM is idle: most copies into the store are done by then."""
+
+
+class NearRank(Protocol):
+    """The only rank, which is on the scheduler's thread: between two steps."""
+
+    def look_up(self, lookup: LookUp | None, wait_s: float) -> StepReport:
+        """Look for a prompt (None: it was before), and wait at most `wait_s` for an answer."""
+        ...
+
+    def keep(self, keep: Keep) -> None:
+        """Begin to keep what a request has left."""
+        ...
+
+    def await_kept(self, wait_s: float) -> StepReport:
+        """Wait at most `wait_s` until some of it is copied."""
+        ...
 
 
 class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
@@ -53,14 +71,15 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
     ) -> None:
         self._schedule, self._kept, self._clock = schedule, kept, clock
         self._block_size = block_size
-        self._planned: tuple[int, Instant] | None = None
-        self._look_up: LookUpNear | None = None
+        self._num_learned_tokens = 0
+        """Of a step that has not ended, and of which it is learned what a token takes."""
+        self._near: NearRank | None = None
         self._wait_s = 0.0
         self._queued: dict[VllmRequestId, tuple[Request, Identify]] = {}
         """Those in vLLM's queue that are to be asked for, in the order of arrival."""
         self._admitted: set[VllmRequestId] = set()
         self._step_at: Instant | None = None
-        self._step_s = self._waited_s = 0.0
+        self._step_s = self._waited_s = self._kept_wait_s = 0.0
         self._checked_kept_at = Instant(0.0)
 
     def __contains__(self, request: VllmRequestId) -> bool:
@@ -70,13 +89,12 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         """The blocks of vLLM are known from now on."""
         self._kept.bind(pool)
 
-    def use_rank(self, look_up: LookUpNear, wait_s: float) -> None:
-        """Ask the only rank, which is on this thread, without a step.
+    def use_rank(self, near: NearRank, wait_s: float) -> None:
+        """Ask this rank without a step; for an answer wait `wait_s` where nothing runs.
 
-        `look_up` asks (None: it has asked before) and waits so many seconds for an answer, `wait_s`
-        where nothing runs; without it, the report of a later step has it.
+        What has not come by then, the report of a later step has.
         """
-        self._look_up, self._wait_s = look_up, wait_s
+        self._near, self._wait_s = near, wait_s
 
     def arrived(self, request: Request, identify: Identify) -> None:
         """A request has joined vLLM's queue. `identify`: as of `count_missing`."""
@@ -171,7 +189,9 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         num_tokens -= num_tokens % schedule.entry_tokens
         if num_tokens <= num_present:
             return
-        most = self._kept.count_room() * self._block_size
+        near = self._near if self._kept.is_crowded else None
+        num_blocks = self._count_room(near, count_blocks(num_tokens, self._block_size))
+        most = num_blocks * self._block_size
         num_kept = min(num_tokens, most - most % schedule.entry_tokens)
         held = blocks[: count_blocks(num_kept, self._block_size)]
         if num_kept <= num_present:
@@ -183,29 +203,35 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._checked_kept_at = self._clock.now()
         ids = _pack_ids(request, num_kept)
         salt = hash_tenant(request.cache_salt or "")
-        schedule.keep(Keep(request.request_id, salt, ids, tuple(held), adapter))
+        keep = Keep(request.request_id, salt, ids, tuple(held), adapter)
+        if near is None:
+            schedule.keep(keep)
+        else:
+            near.keep(keep)
 
     def take_orders(self, output: SchedulerOutput) -> PrefixOrders | None:
         """What the step that vLLM has planned asks of the store."""
         num_tokens = output.total_num_scheduled_tokens
-        if num_tokens >= MOSTLY_PROMPTS * max(1, len(output.num_scheduled_tokens)):
-            self._planned = num_tokens, self._clock.now()
-        self._step_at, self._waited_s = (self._clock.now() if num_tokens else None), 0.0
+        is_mostly_prompts = num_tokens >= MOSTLY_PROMPTS * max(1, len(output.num_scheduled_tokens))
+        self._num_learned_tokens = num_tokens if is_mostly_prompts else 0
+        self._step_at = self._clock.now() if num_tokens else None
+        self._waited_s = self._kept_wait_s = 0.0
         if self._kept:
             self._checked_kept_at = self._clock.now()
         return self._schedule.take_orders()
 
     def update_from_workers(self, received: set[str] | None, report: StepReport | None) -> None:
         """A step is over: apply the workers' reports."""
-        if self._step_at is not None:
-            self._step_s = self._clock.now() - self._step_at
-        if self._planned is not None:
-            (num_tokens, began_at), self._planned = self._planned, None
-            self._schedule.cost.observe_step(num_tokens, self._clock.now() - began_at)
+        self._step_s, self._step_at = self._measure_step(), None
+        if self._num_learned_tokens:
+            self._schedule.cost.observe_step(self._num_learned_tokens, self._step_s)
+            self._num_learned_tokens = 0
         for request in received or ():
             self._schedule.received(request)
         if report is not None:
             self._apply(report)
+        if self._near is not None and self._kept.is_crowded:
+            self._await_kept(self._near, 0)
         self._ask_ahead()
 
     def _ask_ahead(self) -> None:
@@ -216,29 +242,63 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
                 continue
             lookup = self._make_lookup(request, 0, adapter)
             schedule.ask_ahead(lookup)
-            if self._look_up is None:
+            if self._near is None:
                 schedule.order_lookup(lookup)
             else:
-                self._apply(self._look_up(lookup, 0.0))
+                self._apply(self._near.look_up(lookup, 0.0))
 
     def _await_rank(self, request: VllmRequestId) -> None:
         """Wait for the answer of a rank on this thread, where that costs the next step little."""
-        if self._look_up is None:
+        if self._near is None:
             return
         most_s = min(LONGEST_WAIT_S, TOLERATED_SHARE * self._step_s)
         began_at = now = self._clock.now()
         until = Instant(began_at + most_s - self._waited_s)
         while now < until and self._schedule.is_ahead(request):
-            self._apply(self._look_up(None, until - now))
+            self._apply(self._near.look_up(None, until - now))
             now = self._clock.now()
         self._waited_s += now - began_at
 
+    def _count_room(self, near: NearRank | None, num_blocks: int) -> int:
+        """Blocks that can be held of those of a request that has ended.
+
+        Where there is time, a rank on this thread copies them, and those before, until vLLM looks
+        for blocks again.
+        """
+        if near is None or self._kept_budget_s < LEAST_WAIT_S:
+            return self._kept.count_room()
+        self._await_kept(near, num_blocks)
+        return self._kept.count_room(is_brief=self._kept_budget_s >= LEAST_WAIT_S)
+
+    def _await_kept(self, near: NearRank, num_blocks: int) -> None:
+        """Wait for copies until there is room for so many blocks (0: until all have ended)."""
+        began_at = now = self._clock.now()
+        until = Instant(began_at + self._kept_budget_s)
+        while now < until and self._kept:
+            if num_blocks and self._kept.count_room(is_brief=True) >= num_blocks:
+                break
+            self._apply(near.await_kept(until - now))
+            now = self._clock.now()
+        self._kept_wait_s += now - began_at
+
+    @property
+    def _kept_budget_s(self) -> float:
+        """How long copies may still be waited for before the next step."""
+        most_s = min(LONGEST_WAIT_S, TOLERATED_SHARE * self._measure_step())
+        return most_s - self._kept_wait_s
+
+    def _measure_step(self) -> float:
+        """What the step that ends takes; of the last one, if none does."""
+        if self._step_at is None:
+            return self._step_s
+        return self._clock.now() - self._step_at - self._kept_wait_s
+
     def _ask(self, lookup: LookUp) -> None:
         self._schedule.ask(lookup, self._clock.now())
-        if self._look_up is None or self._admitted:
+        if self._near is None or self._admitted:
             self._schedule.order_lookup(lookup)
         else:
-            self._apply(self._look_up(lookup, self._wait_s))
+            self._apply(self._near.look_up(lookup, self._wait_s))
 
     def _apply(self, report: StepReport) -> None:
         for request in report.read:

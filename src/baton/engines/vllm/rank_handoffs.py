@@ -24,6 +24,7 @@ from baton.engines.vllm.rank_prompts import RankLoads, RankPort, RankSends, Rank
 from baton.engines.vllm.step_orders import (
     NO_ORDERS,
     Abort,
+    Keep,
     LookUp,
     Occupancy,
     PrefixOrders,
@@ -74,7 +75,7 @@ the interpreter from the thread that reads.
 """
 
 
-class RankHandoffs:
+class RankHandoffs:  # noqa: PLR0904 - one for each of vLLM's hooks
     """All handoffs of one rank. The agent sets `wake_event` when there are events."""
 
     def __init__(
@@ -194,6 +195,23 @@ class RankHandoffs:
             now = self._clock.now()
         return StepReport(found=prefixes.take_found(), read=prefixes.take_read())
 
+    def keep(self, keep: Keep) -> None:
+        """Begin to keep what a request has left, between two steps: `await_kept` follows."""
+        self._hurry(is_hurried=True)
+        self._prefixes.begin(PrefixOrders(keeps=(keep,)))
+        self._uses_store = True
+
+    def await_kept(self, wait_s: float) -> StepReport:
+        """Wait at most `wait_s` until some blocks are vLLM's again. A later step has the others."""
+        prefixes, now = self._prefixes, self._clock.now()
+        self._hurry(is_hurried=True)
+        until = now + wait_s
+        while now < until and not prefixes.has_kept:
+            self._poll_agent(until - now)
+            now = self._clock.now()
+        self._hurry(is_hurried=False)
+        return StepReport(kept=prefixes.take_kept())
+
     def layer_done(self, layer_name: str) -> None:
         """A layer's KV of this step's tokens is computed, or launched: vLLM computes. Only queues.
 
@@ -311,6 +329,10 @@ class RankHandoffs:
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The gateway reports that a ticket's other request failed. Thread-safe."""
         self._abort_fanout.abort_from_peer(ticket, reason)
+
+    def _hurry(self, *, is_hurried: bool) -> None:
+        if self._port.prefixes is not None:
+            self._port.prefixes.hurry(is_hurried=is_hurried)
 
     def _wait_for_ends(self, sends: Sequence[SendInProgress], until: Instant) -> None:
         while any(send.live for send in sends) and self._clock.now() < until:

@@ -179,6 +179,11 @@ class RankPrefixes:
                 self._count_load(closed, 0)
             self._end(closed, 0)
 
+    @property
+    def has_kept(self) -> bool:
+        """Whether blocks are needed no more that were before `take_kept`."""
+        return bool(self._kept)
+
     def take_found(self) -> tuple[tuple[VllmRequestId, int], ...]:
         """Lookups that ended since the last call, each with the tokens that can be in place."""
         found, self._found = tuple(self._found), []

@@ -30,10 +30,14 @@ _LEAST_S: Final = 1e-6
 
 @dataclass(slots=True)
 class KeepPace:
-    """`share`: of a core, while the engine computes, for copies. Owner: the pool's thread."""
+    """`share`: of a core, while the engine computes, for copies. Owner: the pool's thread.
+
+    `is_hurried`: the engine waits for the copies.
+    """
 
     steps: EngineSteps
     share: float
+    is_hurried: bool = False
     _entry_s: float = field(default=0.0, init=False)
     _entry_used_s: float = field(default=0.0, init=False)
     _used_s: float = field(default=0.0, init=False)
@@ -56,6 +60,8 @@ class KeepPace:
 
     def compute_wait_s(self, now: Instant) -> float:
         """Seconds until the next batch, or until an engine that is busy may be idle; 0: now."""
+        if self.is_hurried:
+            return 0.0
         is_busy = self.is_busy(now)
         share = self.share if is_busy else max(self.share, IDLE_SHARE)
         next_at = self._ended_at + self._used_s * (1 / share - 1)

@@ -146,6 +146,7 @@ class StoredPrefixes:
     """The pool's thread adds to it, the engine's takes out."""
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
     _others_at: Instant = field(default=Instant(0.0), init=False)
+    _pace: KeepPace = field(init=False)
     _keeps: KeepQueue = field(init=False)
     _emit: Callable[[HandoffEvent], None] = field(init=False)
     _reader: StoreReader = field(init=False)
@@ -156,11 +157,12 @@ class StoredPrefixes:
     ) -> None:
         """Set the receiver of events. Once."""
         self._emit, self._reader, self._writer = emit, reader, writer
+        self._pace = KeepPace(self.steps, self.access.keep_share)
         self._keeps = KeepQueue(
             self.access,
             self.fingerprint,
             self.clock,
-            KeepPace(self.steps, self.access.keep_share),
+            self._pace,
             self.counts,
             writer,
             emit,
@@ -206,6 +208,10 @@ class StoredPrefixes:
         """See `PrefixStore`."""
         self.put_command(lambda: self._keeps.add(order))
 
+    def hurry(self, *, is_hurried: bool) -> None:
+        """See `ReadsPrefixes`."""
+        self.put_command(partial(setattr, self._pace, "is_hurried", is_hurried))
+
     def drop(self, num_tokens: int) -> None:
         """See `PrefixStore`."""
         self.put_command(partial(self._count_dropped, num_tokens // self.block_size))
@@ -224,7 +230,7 @@ class StoredPrefixes:
             self._advance_load(load)
         if self._loads:
             now = self.clock.now()
-            if now < self._others_at:
+            if now < self._others_at and not self._pace.is_hurried:
                 return 0.0
             self._others_at = Instant(now + OTHERS_S)
         waits = (self._keeps.step(), self._check_reported(), self._promote())
