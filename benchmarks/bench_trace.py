@@ -57,6 +57,8 @@ CONTEXT_TOKENS = 8192
 TOKEN_BYTES = 2048
 """KV of a token of MODEL, in float32."""
 POOL_TOKENS = 16_384
+STEP_TOKENS = 512
+"""vLLM's default of 8,192 makes steps of seconds on a CPU, in which no answer begins in time."""
 ENTRIES = "baton_prefix_entries_total"
 LARGE = 1.5
 SHARES = {"none": None, "small": 1 / 6, "large": LARGE}
@@ -152,9 +154,10 @@ def make_arms(
     if engine == "vllm":
         common["engine.kv_cache_bytes"] = POOL_TOKENS * TOKEN_BYTES
         common["engine.arguments"] = ["--enable-prompt-tokens-details"]
+        common["engine.max_num_batched_tokens"] = STEP_TOKENS
     else:
         common["engine.num_blocks"] = POOL_TOKENS // block_tokens
-        common["engine.max_batch_tokens"] = 512
+        common["engine.max_batch_tokens"] = STEP_TOKENS
     arms: dict[str, dict[str, object]] = {}
     for arm, share in (SHARES | dict.fromkeys(PARTS, LARGE)).items():
         arms[arm] = common
