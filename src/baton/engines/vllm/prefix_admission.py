@@ -74,6 +74,8 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._num_learned_tokens = 0
         """Of a step that has not ended, and of which it is learned what a token takes."""
         self._near: NearRank | None = None
+        self._is_hurried = False
+        """Whether it copies what is to be kept as fast as it can."""
         self._wait_s = 0.0
         self._queued: dict[VllmRequestId, tuple[Request, Identify]] = {}
         """Those in vLLM's queue that are to be asked for, in the order of arrival."""
@@ -208,6 +210,7 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
             schedule.keep(keep)
         else:
             near.keep(keep)
+            self._is_hurried = True
 
     def take_orders(self, output: SchedulerOutput) -> PrefixOrders | None:
         """What the step that vLLM has planned asks of the store."""
@@ -230,7 +233,7 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
             self._schedule.received(request)
         if report is not None:
             self._apply(report)
-        if self._near is not None and self._kept.is_crowded:
+        if self._near is not None and self._is_hurried:
             self._await_kept(self._near, 0)
         self._ask_ahead()
 
@@ -267,19 +270,25 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         """
         if near is None or self._kept_budget_s < LEAST_WAIT_S:
             return self._kept.count_room()
-        self._await_kept(near, num_blocks)
+        if self._kept.count_room(is_brief=True) < num_blocks:
+            self._await_kept(near, num_blocks)
         return self._kept.count_room(is_brief=self._kept_budget_s >= LEAST_WAIT_S)
 
     def _await_kept(self, near: NearRank, num_blocks: int) -> None:
-        """Wait for copies until there is room for so many blocks (0: until all have ended)."""
+        """Wait for copies until there is room for so many blocks (0: until all have ended).
+
+        Those that have not ended are paced from then on.
+        """
         began_at = now = self._clock.now()
         until = Instant(began_at + self._kept_budget_s)
-        while now < until and self._kept:
-            if num_blocks and self._kept.count_room(is_brief=True) >= num_blocks:
-                break
-            self._apply(near.await_kept(until - now))
+        while True:
+            self._apply(near.await_kept(max(0.0, until - now)))
             now = self._clock.now()
+            has_room = num_blocks and self._kept.count_room(is_brief=True) >= num_blocks
+            if now >= until or has_room or not self._kept:
+                break
         self._kept_wait_s += now - began_at
+        self._is_hurried = False
 
     @property
     def _kept_budget_s(self) -> float:

@@ -204,7 +204,8 @@ class RankHandoffs:  # noqa: PLR0904 - one for each of vLLM's hooks
     def await_kept(self, wait_s: float) -> StepReport:
         """Wait at most `wait_s` until some blocks are vLLM's again. A later step has the others."""
         prefixes, now = self._prefixes, self._clock.now()
-        self._hurry(is_hurried=True)
+        if wait_s > 0:
+            self._hurry(is_hurried=True)
         until = now + wait_s
         while now < until and not prefixes.has_kept:
             self._poll_agent(until - now)
