@@ -54,6 +54,6 @@ def test_bad_requests_are_refused(gateway_url: str) -> None:
 
 def test_it_serves_what_it_describes(gateway_url: str, tmp_path: Path) -> None:
     explore(
-        gateway_url, tmp_path, "--exclude-checks", "positive_data_acceptance", "-n", "15",
+        gateway_url, tmp_path, "--exclude-checks", "positive_data_acceptance", "-n", "8",
         model={"model": {"const": "demo"}},
     )  # fmt: skip

@@ -299,11 +299,10 @@ def test_sixteen_streams_move_at_a_time(workers: Workers, oracle: FleetProcess) 
 
 def test_streams_move_to_a_worker_that_lacks_blocks(workers: Workers, oracle: FleetProcess) -> None:
     """It has blocks for two of six streams: requests that wait there lose theirs, too."""
-    wanted = {**GREEDY, "max_tokens": 400}
-    bodies = [(COMPLETIONS, {**wanted, "prompt": prompt(200 + n, 200)}) for n in range(6)]
+    bodies = [(COMPLETIONS, {**GREEDY, "prompt": prompt(200 + n, 200)}) for n in range(6)]
 
     async def scenario(session: aiohttp.ClientSession) -> None:
-        settings = {"engine.num_blocks": 80}
+        settings = {"engine.num_blocks": 64}
         num_moved, num_preemptions = await drain_one(session, workers, oracle, bodies, **settings)
         assert num_moved > 0
         assert num_preemptions > 0

@@ -24,7 +24,7 @@ def test_it_serves_what_it_describes(cluster: VllmCluster, tmp_path: Path) -> No
     """Not checked: that all that is not allowed is refused. vLLM takes "1" for a number."""
     explore(
         cluster.gateway.url, tmp_path,
-        "--exclude-checks", "positive_data_acceptance,negative_data_rejection", "-n", "10",
+        "--exclude-checks", "positive_data_acceptance,negative_data_rejection", "-n", "6",
         model={
             "model": {"const": "demo"},
             "max_tokens": {"enum": [1, 2]},

@@ -69,7 +69,7 @@ def run(scenario: Scenario, **setup) -> None:
     """Run one scenario against a fresh cluster, 20 s at most."""
 
     async def main() -> None:
-        async with asyncio.timeout(20), cluster(**setup) as running:
+        async with asyncio.timeout(60), cluster(**setup) as running:
             await scenario(running)
 
     asyncio.run(main())

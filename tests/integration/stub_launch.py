@@ -79,7 +79,7 @@ class Launch:
         return self.supervisor.run(self.services.append)
 
     async def until_said(self, part):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not any(part in line for line in self.display.said):
                 await asyncio.sleep(0.01)
 

@@ -188,7 +188,7 @@ async def picking(num_workers: int = 2, **options: Any) -> AsyncGenerator[Picker
 
 def run(scenario: Callable[[Picker], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(20), picking(**options) as picker:
+        async with asyncio.timeout(60), picking(**options) as picker:
             await scenario(picker)
 
     asyncio.run(main())

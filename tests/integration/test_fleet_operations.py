@@ -122,7 +122,7 @@ async def test_a_preempted_worker_is_replaced_and_not_started_again(tmp_path):
     notice, members = tmp_path / "notice", tmp_path / "members.json"
 
     async def until(condition):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.01)
 

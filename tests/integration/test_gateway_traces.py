@@ -78,7 +78,7 @@ async def ask(running: Cluster, request_id: str, body: object = STREAM, **header
 
 
 async def until_equal(running: Cluster, metric: str, value: float) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await running.metric(metric) != value:
             await asyncio.sleep(0.02)
 
@@ -246,7 +246,7 @@ def test_a_collector_that_is_slow_then_refuses_loses_spans_and_nothing_else():
                 began = time.monotonic()
                 assert await ask(running, f"r{number}") == 200
                 assert time.monotonic() - began < 2.0
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not receiver.arrived.is_set():
                     await asyncio.sleep(0.02)
             receiver.release.set()

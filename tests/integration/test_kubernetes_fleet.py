@@ -356,7 +356,7 @@ def test_an_api_server_that_is_away_for_a_moment_costs_nothing_and_for_long_an_e
     async def main():
         cluster = KubernetesCluster(tmp_path, objects())
         cluster.settle()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             async with contextlib.AsyncExitStack() as stack:
                 running = await stack.enter_async_context(contextlib.AsyncExitStack())
                 await running.enter_async_context(cluster.running())

@@ -67,7 +67,7 @@ class Seen:
 @contextlib.asynccontextmanager
 async def following(server: ServiceAccount) -> AsyncGenerator[Seen]:
     seen = Seen()
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         task = tasks.create_task(seen.follow(server))
         yield seen
         task.cancel()
@@ -428,7 +428,7 @@ def test_a_gateway_serves_with_the_pods_of_a_service(
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(asyncio.timeout(20))
+            await stack.enter_async_context(asyncio.timeout(60))
             await stack.enter_async_context(api.running())
             monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
             monkeypatch.setenv("KUBERNETES_SERVICE_PORT_HTTPS", str(api.port))

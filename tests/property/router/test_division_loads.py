@@ -69,7 +69,14 @@ WITHOUT_A_PAUSE = {
 }
 
 
-@pytest.mark.parametrize(("num_workers", "seed"), [(2, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize(
+    ("num_workers", "seed"),
+    [
+        (2, 0),
+        pytest.param(2, 1, marks=pytest.mark.every),
+        pytest.param(4, 0, marks=pytest.mark.every),
+    ],
+)
 @pytest.mark.parametrize("loads", WITHOUT_A_PAUSE.values(), ids=WITHOUT_A_PAUSE)
 def test_loads_that_follow_each_other_at_once_have_their_divisions(loads, num_workers, seed):
     """From the second time on, compared with the best division of each burst.

@@ -170,7 +170,7 @@ SHARED = msgspec.structs.replace(SMALL, jitter=0.7, num_processors=2)
     [
         (SMALL, 1, 0.98, 1.02),  # without noise each seed gives the same
         (SHARED, 3, 0.98, 1.1),
-        (NOISY, 3, 0.96, 1.35),  # what is learned is noisy
+        pytest.param(NOISY, 3, 0.96, 1.35, marks=pytest.mark.every),  # what is learned is noisy
     ],
     ids=["exact", "shared processors", "noise"],
 )

@@ -62,7 +62,7 @@ async def scenario() -> None:
     listed = [each.trace.request_id for each in kept.latest_first(KeptKind.FAILED)]
     assert listed == [f"r{3 * MOST_PENDING - 1 - at}" for at in range(CAPACITY)]
     fetcher.release.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while kept._pending.qsize():
             await asyncio.sleep(0)
     assert len(kept._merged) <= CAPACITY
@@ -72,7 +72,7 @@ async def scenario() -> None:
     again = failed("twice")
     kept.offer(again)
     kept.offer(latest := failed("twice"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while kept.find("twice") is None:
             await asyncio.sleep(0)
     found = kept.find("twice")

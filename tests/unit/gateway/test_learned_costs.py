@@ -154,7 +154,7 @@ def test_a_gateway_that_replaces_another_takes_over_what_that_one_writes_at_its_
             await life_of_old.enter_async_context(keep_costs(path, old))
             async with keep_costs(path, new):
                 teach(old, 40, each_s=1e-3)
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while predict(new) != pytest.approx(predict(old)):
                         await asyncio.sleep(0.01)
                 teach(new, 3, each_s=2e-3)

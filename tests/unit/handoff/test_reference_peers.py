@@ -148,3 +148,4 @@ def test_releases_of_what_was_exported_leave_no_tombstones() -> None:
         assert events == [ExportReleased(exported)]
         assert sender._tombstones.take(exported, IMPORTER) is None
         assert sender._tombstones.take(unknown, IMPORTER) is not None
+        process.kill()
