@@ -66,6 +66,7 @@ def worker(flags: WorkerFlags | None = None) -> int:
     flags = flags or WorkerFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
+    _check_plugins(config)
     if config.worker.engine in ENGINE_SERVERS.kinds():
         from baton.cli.serving import run_engine_server  # noqa: PLC0415
 
@@ -82,6 +83,17 @@ def worker(flags: WorkerFlags | None = None) -> int:
             print(f"baton: {exc}", file=sys.stderr)
             return SUPERSEDED
     return 0
+
+
+def _check_plugins(config: Config) -> None:
+    """A transport or a tier that there is none of, or a wrong option: before a model loads."""
+    from baton.store.interface import TIERS  # noqa: PLC0415 - too heavy for --help
+    from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415
+
+    for kind in config.store.tiers:
+        TIERS.build(kind, config.store.options.get(kind, {}))
+    for kind in config.transfer.transports:
+        TRANSPORTS.build(kind, config.transfer.options.get(kind, {}))
 
 
 def _credentials(config: Config) -> "Credentials":

@@ -137,6 +137,12 @@ def test_a_wrong_command_line_exits_with_2(arguments, capsys):
             "unknown baton.engines 'steam'; installed: transformers, vllm",
         ),
         (["worker", "--engine", "steam"], "unknown baton.engines 'steam'; installed:"),
+        (["worker", "--store", "nosuch"], "unknown baton.tiers 'nosuch'; installed:"),
+        (
+            ["worker", "--engine", "vllm", "--store", "host", "--set", "store.options.host.x=1"],
+            "store.options.host: Object contains unknown field `x`",
+        ),
+        (["worker", "--transport", "pigeon"], "unknown baton.transports 'pigeon'; installed:"),
         (["up", "--decode-engine", "steam"], "unknown baton.engines 'steam'; installed:"),
         (
             ["up", "--prefill", "0", "--decode", "2", "--set", "router.options.cost.ttft_s=0"],
