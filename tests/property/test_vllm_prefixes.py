@@ -260,13 +260,7 @@ class VllmMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        scheduled = self._plan(data)
-        self._run(scheduled)
-        for request in scheduled:
-            if request.num_computed_tokens == request.num_tokens:
-                request.all_token_ids.append(request.all_token_ids[-1] + 1)
-                if data.draw(st.booleans(), "stops"):
-                    self._finish(request)
+        self._run(self._plan(data), data)
 
     @precondition(lambda self: self._running())
     @rule(data=st.data())
@@ -373,7 +367,7 @@ class VllmMachine(RuleBasedStateMachine):
             return False
         return True
 
-    def _run(self, scheduled: list[Request]) -> None:
+    def _run(self, scheduled: list[Request], data: st.DataObject | None = None) -> None:
         """One step of all ranks, and what vLLM makes of their reports."""
         num_scheduled = dict.fromkeys((request.request_id for request in scheduled), 16)
         output: Any = SimpleNamespace(
@@ -400,6 +394,8 @@ class VllmMachine(RuleBasedStateMachine):
             bad = [n for n, block in enumerate(request.blocks) if block in invalid]
             if bad:
                 request.num_computed_tokens = min(request.num_computed_tokens, bad[0] * BLOCK_SIZE)
+        if data is not None:
+            self._sample(scheduled, data)
         self.admission.update_from_workers(received, report)
         for name in received:
             request = self.requests[name]
@@ -412,6 +408,14 @@ class VllmMachine(RuleBasedStateMachine):
                 self._free(request)
             request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
             request.status = Status.WAITING
+
+    def _sample(self, scheduled: list[Request], data: st.DataObject) -> None:
+        """Requests stop before vLLM tells its connector of the step's reports."""
+        for request in scheduled:
+            if request.num_computed_tokens == request.num_tokens:
+                request.all_token_ids.append(request.all_token_ids[-1] + 1)
+                if data.draw(st.booleans(), "stops"):
+                    self._finish(request)
 
     def _finish(self, request: Request) -> None:
         is_loading = request.status is Status.LOADING

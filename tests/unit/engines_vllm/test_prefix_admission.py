@@ -514,6 +514,74 @@ def test_copies_that_do_not_end_are_waited_for_once_in_a_step(
     assert orders.num_dropped_tokens == 32
 
 
+def test_while_copies_do_not_end_in_time_few_blocks_are_held(
+    admission: Admission, near: NearRank, clock: ManualClock, pool: Pool
+) -> None:
+    """Else a slow tier would keep all that may be held from vLLM, step after step."""
+    near.copy = lambda wait_s: clock.advance(wait_s) or StepReport()
+    schedule = PrefixSchedule(
+        LookupCost(clock.now()), num_ranks=1, block_size=BLOCK_SIZE, entry_tokens=ENTRY_TOKENS
+    )
+    kept = KeptBlocks(8, 1)
+    admission.use_store(PrefixAdmission(schedule, kept, block_size=BLOCK_SIZE, clock=clock))
+    admission.use_rank(near, 0.002)
+    admission.bind(pool)
+    end_in_a_crowded_step(admission, clock, pool, "a", 0.4)
+    admission.update_from_workers(None, None, StepReport())
+    end_in_a_crowded_step(admission, clock, pool, "b", 0.4)
+    admission.update_from_workers(None, None, StepReport(kept=("a",)))
+    assert [len(keep.token_ids) for keep in near.keeps] == [16]
+    end_in_a_crowded_step(admission, clock, pool, "c", 0.4)
+    assert [len(keep.token_ids) for keep in near.keeps] == [16, 8]
+    near.copy = lambda _: StepReport(kept=("c",))
+    admission.update_from_workers(None, None, None)
+    end_in_a_crowded_step(admission, clock, pool, "d", 0.4)
+    assert [len(keep.token_ids) for keep in near.keeps] == [16, 8, 16]
+
+
+def test_where_nothing_is_copied_nothing_is_waited_for(
+    admission: Admission, near: NearRank, clock: ManualClock, pool: Pool
+) -> None:
+    """A prompt of more than may be held: its beginning is kept at once."""
+    end_in_a_crowded_step(admission, clock, pool, "", 0.4)
+    ids = list(range(41))
+    long = asking(
+        prompt_token_ids=ids[:40],
+        all_token_ids=ids,
+        num_prompt_tokens=40,
+        num_tokens=41,
+        num_computed_tokens=40,
+    )
+    admission.finish(long, range(10))
+    assert [len(keep.token_ids) for keep in near.keeps] == [24]
+    assert not any(near.kept_waits)
+
+
+def test_what_ends_between_two_steps_is_copied_with_the_next(
+    admission: Admission, near: NearRank, clock: ManualClock, pool: Pool
+) -> None:
+    """A client leaves: nothing waits for the copies before vLLM plans a step."""
+    end_in_a_crowded_step(admission, clock, pool, "", 0.4)
+    admission.update_from_workers(None, None, None)
+    admission.finish(asking(), range(6))
+    assert not near.keeps
+    assert not near.kept_waits
+
+
+def test_a_step_of_prompts_teaches_also_where_another_is_planned_before_it_ends(
+    admission: Admission, near: NearRank, clock: ManualClock
+) -> None:
+    """As with asynchronous scheduling. Then a store that is slow is not asked for short prompts."""
+    for num_tokens in (640, 1):
+        output = step()
+        output.total_num_scheduled_tokens = num_tokens
+        admission.step(SimpleNamespace(**vars(output)))
+        clock.advance(0.0064)
+    admission.update_from_workers(None, None, None)
+    assert admission.count_missing(asking("a"), 0) == 0
+    assert not near.lookups
+
+
 def test_where_blocks_are_free_nothing_is_waited_for(
     admission: Admission, near: NearRank, clock: ManualClock, pool: Pool
 ) -> None:

@@ -48,8 +48,9 @@ class KeptBlocks:
 
     Each has a reference of its own in vLLM's pool, so that vLLM ends the request as any other and
     need not make steps until the copy is done: an idle server stays idle. What was copied meanwhile
-    is released in the next step. They are never more than are free besides, or a few: a pool that
-    requests fill is where most is evicted, and so where a store is needed.
+    is released in the next step. They are never more than are free besides, or a few, unless vLLM
+    waits for the copies: a pool that requests fill is where most is evicted, and so where a store
+    is needed.
     """
 
     def __init__(self, max_blocks: int, num_ranks: int) -> None:

@@ -34,8 +34,8 @@ MOSTLY_PROMPTS: Final = 16
 LONGEST_WAIT_S: Final = 0.05
 """For so long at most a step waits for answers of a rank on the scheduler's thread."""
 LEAST_WAIT_S: Final = 0.005
-"""More than the copy of one prompt takes: with less, blocks would still be held when vLLM looks
-for some."""
+"""As long as copies of one or two prompts take: with less, blocks would still be held when vLLM
+looks for some."""
 IDLE_S: Final = 0.1
 """Without a step for so long, vLLM is idle: most copies into the store are done by then."""
 
@@ -71,9 +71,11 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
     ) -> None:
         self._schedule, self._kept, self._clock = schedule, kept, clock
         self._block_size = block_size
-        self._num_learned_tokens = 0
-        """Of a step that has not ended, and of which it is learned what a token takes."""
+        self._planned: tuple[int, Instant] | None = None
+        """The last step of prompts that has not ended: another may be planned before it does."""
         self._near: NearRank | None = None
+        self._is_behind = False
+        """Whether copies have not ended the last time that there was time for them."""
         self._is_hurried = False
         """Whether it copies what is to be kept as fast as it can."""
         self._wait_s = 0.0
@@ -82,6 +84,8 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         self._admitted: set[VllmRequestId] = set()
         self._step_at: Instant | None = None
         self._step_s = self._waited_s = self._kept_wait_s = 0.0
+        self._budget_s, self._earned_at = 0.0, Instant(0.0)
+        """How long copies may be waited for; until when steps are counted in it."""
         self._checked_kept_at = Instant(0.0)
 
     def __contains__(self, request: VllmRequestId) -> bool:
@@ -191,7 +195,8 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         num_tokens -= num_tokens % schedule.entry_tokens
         if num_tokens <= num_present:
             return
-        near = self._near if self._kept.is_crowded else None
+        # Only a step that ends waits for copies before vLLM plans the next one.
+        near = self._near if self._step_at is not None and self._kept.is_crowded else None
         num_blocks = self._count_room(near, count_blocks(num_tokens, self._block_size))
         most = num_blocks * self._block_size
         num_kept = min(num_tokens, most - most % schedule.entry_tokens)
@@ -215,9 +220,10 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
     def take_orders(self, output: SchedulerOutput) -> PrefixOrders | None:
         """What the step that vLLM has planned asks of the store."""
         num_tokens = output.total_num_scheduled_tokens
-        is_mostly_prompts = num_tokens >= MOSTLY_PROMPTS * max(1, len(output.num_scheduled_tokens))
-        self._num_learned_tokens = num_tokens if is_mostly_prompts else 0
-        self._step_at = self._clock.now() if num_tokens else None
+        if num_tokens >= MOSTLY_PROMPTS * max(1, len(output.num_scheduled_tokens)):
+            self._planned = num_tokens, self._clock.now()
+        self._earned_at = self._clock.now()
+        self._step_at = self._earned_at if num_tokens else None
         self._waited_s = self._kept_wait_s = 0.0
         if self._kept:
             self._checked_kept_at = self._clock.now()
@@ -225,10 +231,14 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
 
     def update_from_workers(self, received: set[str] | None, report: StepReport | None) -> None:
         """A step is over: apply the workers' reports."""
-        self._step_s, self._step_at = self._measure_step(), None
-        if self._num_learned_tokens:
-            self._schedule.cost.observe_step(self._num_learned_tokens, self._step_s)
-            self._num_learned_tokens = 0
+        if self._step_at is not None:
+            self._step_s = self._clock.now() - self._step_at - self._kept_wait_s
+            self._may_wait_for_copy()
+        self._step_at = None
+        if self._planned is not None:
+            (num_tokens, began_at), self._planned = self._planned, None
+            took_s = self._clock.now() - began_at - self._kept_wait_s
+            self._schedule.cost.observe_step(num_tokens, took_s)
         for request in received or ():
             self._schedule.received(request)
         if report is not None:
@@ -268,39 +278,39 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         Where there is time, a rank on this thread copies them, and those before, until vLLM looks
         for blocks again.
         """
-        if near is None or self._kept_budget_s < LEAST_WAIT_S:
+        if near is None or self._is_behind or not self._may_wait_for_copy():
             return self._kept.count_room()
         if self._kept.count_room(is_brief=True) < num_blocks:
             self._await_kept(near, num_blocks)
-        return self._kept.count_room(is_brief=self._kept_budget_s >= LEAST_WAIT_S)
+        return self._kept.count_room(is_brief=self._may_wait_for_copy())
 
     def _await_kept(self, near: NearRank, num_blocks: int) -> None:
         """Wait for copies until there is room for so many blocks (0: until all have ended).
 
         Those that have not ended are paced from then on.
         """
+        had_time = self._may_wait_for_copy()
         began_at = now = self._clock.now()
-        until = Instant(began_at + self._kept_budget_s)
+        until = Instant(began_at + self._budget_s)
         while True:
-            self._apply(near.await_kept(max(0.0, until - now)))
+            wait_s = max(0.0, until - now) if self._kept else 0.0  # else nothing would end it
+            self._apply(near.await_kept(wait_s))
             now = self._clock.now()
             has_room = num_blocks and self._kept.count_room(is_brief=True) >= num_blocks
             if now >= until or has_room or not self._kept:
                 break
+        self._budget_s, self._earned_at = max(0.0, until - now), now
         self._kept_wait_s += now - began_at
         self._is_hurried = False
+        if had_time:
+            self._is_behind = now >= until and bool(self._kept)
 
-    @property
-    def _kept_budget_s(self) -> float:
-        """How long copies may still be waited for before the next step."""
-        most_s = min(LONGEST_WAIT_S, TOLERATED_SHARE * self._measure_step())
-        return most_s - self._kept_wait_s
-
-    def _measure_step(self) -> float:
-        """What the step that ends takes; of the last one, if none does."""
-        if self._step_at is None:
-            return self._step_s
-        return self._clock.now() - self._step_at - self._kept_wait_s
+    def _may_wait_for_copy(self) -> bool:
+        """Whether steps since the last waits took long enough for one."""
+        now = self._clock.now()
+        earned_s = self._budget_s + TOLERATED_SHARE * (now - self._earned_at)
+        self._budget_s, self._earned_at = min(LONGEST_WAIT_S, earned_s), now
+        return self._budget_s >= LEAST_WAIT_S
 
     def _ask(self, lookup: LookUp) -> None:
         self._schedule.ask(lookup, self._clock.now())
