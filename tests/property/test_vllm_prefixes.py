@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from baton.ids import TicketId
 
 BLOCK_SIZE, ENTRY_TOKENS = 4, 6
-NUM_BLOCKS, MAX_KEPT_BLOCKS = 40, 12
+NUM_BLOCKS = 40
 
 
 class Status(StrEnum):
@@ -196,6 +196,7 @@ class Rank:
 
 class VllmMachine(RuleBasedStateMachine):
     num_ranks = 2
+    max_kept_blocks = 12
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +209,7 @@ class VllmMachine(RuleBasedStateMachine):
             block_size=BLOCK_SIZE,
             entry_tokens=ENTRY_TOKENS,
         )
-        self.kept = KeptBlocks(MAX_KEPT_BLOCKS, self.num_ranks)
+        self.kept = KeptBlocks(self.max_kept_blocks, self.num_ranks)
         self.admission = PrefixAdmission(
             self.schedule, self.kept, block_size=BLOCK_SIZE, clock=self.clock
         )
@@ -285,7 +286,7 @@ class VllmMachine(RuleBasedStateMachine):
         self.schedule.check_invariants()
         for request in self.requests.values():
             assert all(self.pool.blocks[block].num_references for block in request.blocks)
-        assert self._num_used() <= self._num_owned() + MAX_KEPT_BLOCKS
+        assert self._num_used() <= self._num_owned() + self.max_kept_blocks
 
     @invariant()
     def the_store_touches_no_block_of_another(self) -> None:
@@ -481,10 +482,13 @@ class OneThreadMachine(VllmMachine):
     """One rank, whose hooks the scheduler's thread calls: it is asked between two steps."""
 
     num_ranks = 1
+    max_kept_blocks = 32
+    """More than are free most of the time: then copies are waited for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_entries: int | None = None
+        self.num_entries: int | None = 4
+        self.step_s = 0.5
         self.admission.use_rank(self, 0.01)
 
     @rule(num_entries=st.none() | st.integers(0, 7), step_s=st.sampled_from([0.0, 0.5]))
