@@ -60,8 +60,8 @@ def test_a_stalled_worker_is_suspected_and_a_silent_one_is_given_up(tmp_path: Pa
                     await read_sum(session, gateway, "baton_gateway_heartbeats_total", "taken") > 6
                 )
 
-            await until("both workers are used", both_up, 10.0)
-            await until("both send heartbeats", both_beat, 10.0)
+            await until("both workers are used", both_up, 30.0)
+            await until("both send heartbeats", both_beat, 30.0)
             await check_stall(session)
             await check_silence(session)
 
@@ -108,7 +108,7 @@ def test_a_stalled_worker_is_suspected_and_a_silent_one_is_given_up(tmp_path: Pa
             async def is_not() -> bool:
                 return not await is_suspected()
 
-            await until("it is not suspected any more", is_not, 2.0)
+            await until("it is not suspected any more", is_not, 20.0)
 
         async def check_silence(session: aiohttp.ClientSession) -> None:
             """Its requests go on elsewhere, long before its lease of 10 s is over."""

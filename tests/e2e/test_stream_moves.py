@@ -298,8 +298,8 @@ def test_sixteen_streams_move_at_a_time(workers: Workers, oracle: FleetProcess) 
 
 
 def test_streams_move_to_a_worker_that_lacks_blocks(workers: Workers, oracle: FleetProcess) -> None:
-    """It has blocks for two of six streams: requests that wait there lose theirs, too."""
-    bodies = [(COMPLETIONS, {**GREEDY, "prompt": prompt(200 + n, 200)}) for n in range(6)]
+    """It has blocks for two of four streams: requests that wait there lose theirs, too."""
+    bodies = [(COMPLETIONS, {**GREEDY, "prompt": prompt(200 + n, 200)}) for n in range(4)]
 
     async def scenario(session: aiohttp.ClientSession) -> None:
         settings = {"engine.num_blocks": 64}

@@ -182,7 +182,10 @@ def read_metric(url: str, name: str, **labels: str) -> float:
 def is_idle(server: FleetProcess) -> bool:
     """Whether vLLM has no request, and all its blocks are free or only cached."""
     gauges = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
-    return all(read_metric(server.url, f"vllm:{gauge}") == 0 for gauge in gauges)
+    names = {f"vllm:{gauge}" for gauge in gauges}
+    families = text_string_to_metric_families(get_text(f"{server.url}/metrics"))
+    samples = (sample for family in families for sample in family.samples)
+    return not any(sample.value for sample in samples if sample.name in names)
 
 
 def wait_idle(*servers: FleetProcess, within_s: float = 20.0) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.vllm
 
-NUM_PROMPTS = 40
+NUM_PROMPTS = 20
 
 
 def count_blocks(num_tokens: int) -> int:
@@ -74,7 +74,7 @@ def test_a_prompt_that_is_asked_for_many_times_at_once(cluster: VllmCluster) -> 
         assert sorted(each["num_cached_tokens"] for each in prefills) == [0, *[128] * 4]
 
 
-def test_forty_prompts_one_and_eight_at_a_time(
+def test_twenty_prompts_one_and_eight_at_a_time(
     cluster: VllmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = make_prompts(NUM_PROMPTS, seed=1, shortest=50, longest=2000)

@@ -11,7 +11,7 @@ from threading import Lock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.protocol.worker_http import Role
@@ -74,6 +74,7 @@ def alternatives(worker_views):
 
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
+@settings(max_examples=50)
 @given(worker_views=fleets, given=work, asked=st.lists(requests, min_size=1, max_size=5))
 def test_nothing_is_changed_and_who_is_chosen_is_placed_next(make, worker_views, given, asked):
     fleet, load, other_load = Fleet.of(worker_views), loaded(given), loaded(given)

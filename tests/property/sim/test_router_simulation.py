@@ -83,6 +83,7 @@ def test_every_request_is_answered_also_where_blocks_are_short(
             assert each.prefill is not None
 
 
+@settings(max_examples=50)
 @given(asked=sessions)
 def test_events_name_what_a_worker_holds(asked):
     """What was stored and not removed, by the events alone, is what its cache finds."""
@@ -429,8 +430,8 @@ def test_a_policy_that_knows_the_store_has_the_first_token_earlier():
     found = {}
     for count_stored in (True, False):
         policy = CostPolicy(CostOptions(count_stored=count_stored))
-        outcomes = outcomes_of(policy, list(pausing_conversations(200)), costs)
-        assert sum(each.num_loaded > 0 for each in outcomes) > 20
+        outcomes = outcomes_of(policy, list(pausing_conversations(120)), costs)
+        assert sum(each.num_loaded > 0 for each in outcomes) > 10
         found[count_stored] = summarize(outcomes, 2.0, 0.1).ttft_s
     assert found[True].p50 < 0.8 * found[False].p50
     assert found[True].p99 <= 1.05 * found[False].p99, "first turns, of which no store has anything"
