@@ -273,9 +273,9 @@ def main() -> None:
                 pair = workers[arm], gateways[arm]
                 runs.append(measure(arm, *pair, trace, speed, options, seed))
                 print(runs[-1], file=sys.stderr)
-    result = describe(sample, options) | {"runs": [asdict(run) for run in runs]}
+                result = describe(sample, options) | {"runs": [asdict(run) for run in runs]}
+                write_record(options.json, **result)  # an hour's work is kept if the next one ends
     show(result)
-    write_record(options.json, **result)
 
 
 def describe(sample: Sample, options: argparse.Namespace) -> dict[str, object]:
