@@ -34,6 +34,10 @@ class Failures:
             if report.nodeid not in self.nodeids:
                 self.nodeids.append(report.nodeid)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Tests that could not be collected did not run."""
+        self._in_tests &= not report.failed
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Decide whether to run what failed again, with which options."""
         given = session.config.invocation_params.args

@@ -98,3 +98,12 @@ def test_no_second_run_that_could_hide_something(tmp_path, source, arguments, st
     ended = run(tmp_path, *arguments)
     assert ended.returncode == status, ended.stdout + ended.stderr
     assert AGAIN not in ended.stdout
+
+
+def test_no_second_run_where_a_file_beside_others_was_not_collected(tmp_path):
+    """xdist runs what the other files have, and that alone would pass the second time."""
+    (tmp_path / "test_it.py").write_text(PASSES + FAILS_ONCE, "utf-8")
+    (tmp_path / "test_other.py").write_text("import nothing_of_this_name", "utf-8")
+    ended = run(tmp_path, *BESIDE)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert AGAIN not in ended.stdout
