@@ -233,7 +233,7 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         """A step is over: apply the workers' reports."""
         if self._step_at is not None:
             self._step_s = self._clock.now() - self._step_at - self._kept_wait_s
-            self._may_wait_for_copy()
+            self._earn_wait()
         self._step_at = None
         if self._planned is not None:
             (num_tokens, began_at), self._planned = self._planned, None
@@ -278,18 +278,18 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         Where there is time, a rank on this thread copies them, and those before, until vLLM looks
         for blocks again.
         """
-        if near is None or self._is_behind or not self._may_wait_for_copy():
+        if near is None or self._is_behind or not self._earn_wait():
             return self._kept.count_room()
         if self._kept.count_room(is_brief=True) < num_blocks:
             self._await_kept(near, num_blocks)
-        return self._kept.count_room(is_brief=self._may_wait_for_copy())
+        return self._kept.count_room(is_brief=self._earn_wait())
 
     def _await_kept(self, near: NearRank, num_blocks: int) -> None:
         """Wait for copies until there is room for so many blocks (0: until all have ended).
 
         Those that have not ended are paced from then on.
         """
-        had_time = self._may_wait_for_copy()
+        had_time = self._earn_wait()
         began_at = now = self._clock.now()
         until = Instant(began_at + self._budget_s)
         while True:
@@ -305,8 +305,8 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         if had_time:
             self._is_behind = now >= until and bool(self._kept)
 
-    def _may_wait_for_copy(self) -> bool:
-        """Whether steps since the last waits took long enough for one."""
+    def _earn_wait(self) -> bool:
+        """Count steps since the last call as time to wait for copies; whether that is enough."""
         now = self._clock.now()
         earned_s = self._budget_s + TOLERATED_SHARE * (now - self._earned_at)
         self._budget_s, self._earned_at = min(LONGEST_WAIT_S, earned_s), now
