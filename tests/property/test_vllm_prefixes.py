@@ -110,7 +110,6 @@ class Rank:
         self.num_kept = self.num_dropped_tokens = 0
         self.adapter = make_weights(0)
         self.read: dict[TicketId, tuple[int, int]] = {}
-        self.is_hurried = False
         self.steps = EngineSteps()
         self.prefixes = RankPrefixes(self, block_size=BLOCK_SIZE, clock=clock)
 
@@ -135,7 +134,7 @@ class Rank:
             self.prefixes.answered(order, 0)
 
     def hurry(self, *, is_hurried: bool) -> None:
-        self.is_hurried = is_hurried
+        """Answers come when they come."""
 
     def drop(self, num_tokens: int) -> None:
         self.num_dropped_tokens += num_tokens

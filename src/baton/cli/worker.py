@@ -66,7 +66,7 @@ def worker(flags: WorkerFlags | None = None) -> int:
     flags = flags or WorkerFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
-    _check_plugins(config)
+    _check_tiers(config)
     if config.worker.engine in ENGINE_SERVERS.kinds():
         from baton.cli.serving import run_engine_server  # noqa: PLC0415
 
@@ -75,6 +75,7 @@ def worker(flags: WorkerFlags | None = None) -> int:
         from baton.worker.announcer import SUPERSEDED, SupersededError  # noqa: PLC0415
         from baton.worker.process import run_worker  # noqa: PLC0415
 
+        _check_transports(config)
         options = _options(config, flags.status_fd)
         change_environment({}, (KEY_VARIABLE,))  # what a worker starts needs no key
         try:
@@ -85,13 +86,18 @@ def worker(flags: WorkerFlags | None = None) -> int:
     return 0
 
 
-def _check_plugins(config: Config) -> None:
-    """A transport or a tier that there is none of, or a wrong option: before a model loads."""
+def _check_tiers(config: Config) -> None:
+    """A tier that there is none of, or a wrong option, is an error before a model loads."""
     from baton.store.interface import TIERS  # noqa: PLC0415 - too heavy for --help
-    from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415
 
     for kind in config.store.tiers:
         TIERS.build(kind, config.store.options.get(kind, {}))
+
+
+def _check_transports(config: Config) -> None:
+    """The same of transports; not where an engine may be forked from here: some use CUDA."""
+    from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415 - too heavy for --help
+
     for kind in config.transfer.transports:
         TRANSPORTS.build(kind, config.transfer.options.get(kind, {}))
 
