@@ -1,8 +1,10 @@
 """Both tiers, and the two of them as one store."""
 
 import errno
+import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -26,6 +28,7 @@ from baton.store.folder.bodies import (
 from baton.store.folder.body_pool import (
     EXTENT_BYTES,
     MAX_PACKED_BYTES,
+    POOL_FILE,
     BodyPool,
     Run,
     count_extents,
@@ -121,6 +124,40 @@ class TestSharedTier(FolderFaultContract):
             assert not dead.exists()
             assert put(alive, "a") is PutResult.STORED
         alive.close()
+
+    def test_a_folder_that_was_made_anew_meanwhile_is_not_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its lock can be had: it is that of the folder that is gone."""
+        path, lock = tmp_path / "baton-x-store", fcntl.flock
+        last, living = Folder(path), list[Folder]()
+
+        def replace_before_it_is_locked(fd: int, how: int) -> None:
+            monkeypatch.setattr(fcntl, "flock", lock)
+            assert last.leave()
+            last.close_and_remove()
+            living.append(Folder(path))
+            lock(fd, how)
+
+        monkeypatch.setattr(fcntl, "flock", replace_before_it_is_locked)
+        assert not remove_if_abandoned(path)
+        assert path.exists()
+        living[0].close()
+        assert remove_if_abandoned(path)
+        assert not path.exists()
+
+    def test_a_folder_whose_removal_was_killed_half_way_is_used_again(self, tmp_path: Path) -> None:
+        """Of its two files for large bodies the one is gone."""
+        with self.opened(tmp_path, 4 * LARGE_BYTES) as tier:
+            assert tier.put(name_of("a"), body_of("a", LARGE_BYTES)) is PutResult.STORED
+            left = tmp_path / "left"
+            shutil.copytree(self.folder(tmp_path), left)
+        (left / POOL_FILE).unlink()
+        left.rename(self.folder(tmp_path))
+        with self.opened(tmp_path, 4 * LARGE_BYTES) as tier:
+            assert tier.put(name_of("b"), body_of("b", LARGE_BYTES)) is PutResult.STORED
+            assert tier.is_whole(name_of("b"))
+            assert not tier.is_whole(name_of("a"))
 
     def test_another_worker_removes_a_dead_clusters_folder_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

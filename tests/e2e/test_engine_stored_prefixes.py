@@ -17,6 +17,7 @@ from baton.engines.lookup_cost import LookupCost
 from baton.handoff.pool_mode import keep_pace
 from baton.kv.prefix_names import PrefixNames
 from baton.router.prefixes import ModelPrefixes
+from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.tier import FolderTier
 from baton.telemetry.trace import Stamp
 from tests.e2e.test_engine_handoff_agents import CLOCK
@@ -104,6 +105,35 @@ def test_what_one_worker_computed_another_loads(
     num_loaded = sum(trace.num_loaded_tokens for trace in two.traces.values())
     # Of each prompt's last block a token is computed, and so is all of it.
     assert num_loaded <= counts.loaded_tokens <= num_loaded + second_size * len(PROMPTS)
+
+
+def test_an_entry_whose_stated_length_is_damaged_is_kept_anew(
+    nodes: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length is known before the tag is checked: another one than the name's is not read."""
+    names: list[EntryName] = []
+    put_many = FolderTier.put_many
+
+    def record(tier: FolderTier, entries: Sequence[NamedBody], tenant: TenantLabel) -> object:
+        names.extend(entry.name for entry in entries if len(entry.body) > 128)
+        return put_many(tier, entries, tenant)
+
+    monkeypatch.setattr(FolderTier, "put_many", record)
+    tiers = {"file": {"directory": str(tmp_path / "files")}}
+    one = nodes.enter_context(pooled("one", tmp_path, prefixes=True, tiers=tiers))
+    expected = ask(one)
+    wait_until_kept(one)
+    path = tmp_path / "files" / names[0].hex()  # one prompt's first
+    raw = bytearray(path.read_bytes())
+    raw[HEADER_BYTES - 16] ^= 128  # of the length before compression, 0 where there is none
+    path.write_bytes(raw)
+    two = nodes.enter_context(pooled("two", tmp_path, prefixes=True, tiers=tiers))
+    assert ask(two) == expected
+    assert sum(trace.num_loaded_tokens == 0 for trace in two.traces.values()) == 1
+    wait_until_kept(two)
+    three = nodes.enter_context(pooled("three", tmp_path, prefixes=True, tiers=tiers))
+    assert ask(three) == expected
+    assert all(trace.num_loaded_tokens > 100 for trace in three.traces.values())
 
 
 def test_what_one_worker_computed_another_reads_from_its_memory(

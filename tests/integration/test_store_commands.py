@@ -14,10 +14,14 @@ import pytest
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import bind_salt, hash_tenant
 from baton.clock import MachineClock
+from baton.errors import StoreError
 from baton.handoff.pool_mode.store_access import label_tenant, open_keyed_store
+from baton.ops.store import evict
+from baton.ops.store_archive import export_entries
 from baton.store.folder.directory import Folder
 from baton.store.folder.shared_capacity import CAPACITY_FILE
 from baton.store.interface import NO_TENANT, TenantLabel
+from baton.store.tiers.redis import RedisClient
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of
 from tests.forked_module import run_forked
 from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
@@ -25,6 +29,8 @@ from tests.store_servers import S3_CREDENTIALS, RedisServer, S3Server
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from baton.store.interface import Body
 
 KEY = "5" * 64
 TENANT = TenantLabel(b"tenant-A")
@@ -335,3 +341,38 @@ def test_commands_on_a_server(
     assert code != 0
     assert kind in errors
     assert "Traceback" not in errors
+
+
+def test_what_a_server_was_not_asked_for_is_not_left_out_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer is late, after which the server is not asked for a second: nor for the others."""
+    server, key = RedisServer(tmp_path), ClusterKey.from_hex(KEY)
+    options = {"redis": {"url": server.url, "timeout_s": 5.0}}
+    store = open_keyed_store(("redis",), options, key=key, clock=MachineClock())
+    for content in CONTENTS:
+        store.put(name_of(content), body_of(content), TENANT)
+    num_uses: list[str] = []
+    use = RedisClient.use
+
+    def be_late_once(self: RedisClient, name: str, max_bytes: int) -> Body | None:
+        num_uses.append(name)
+        if len(num_uses) % len(CONTENTS) == 1:
+            raise StoreError("late")
+        return use(self, name, max_bytes)
+
+    monkeypatch.setattr(RedisClient, "use", be_late_once)
+    with pytest.raises(StoreError, match="could be looked at"):
+        evict(store.tiers, tenant=TENANT)
+    assert len(num_uses) == 1, "the others were not asked for"
+    monkeypatch.undo()
+    store.close()
+    store = open_keyed_store(("redis",), options, key=key, clock=MachineClock())
+    num_uses.clear()
+    monkeypatch.setattr(RedisClient, "use", be_late_once)
+    archive = tmp_path / "archive"
+    with pytest.raises(StoreError, match="could be looked at"):
+        export_entries(store.tiers, archive, key, ())
+    assert not archive.exists()
+    store.close()
+    server.close()

@@ -101,7 +101,7 @@ def verify(
     else:
         ops.print_checks(found)
     num_damaged = sum(each.num_damaged for each in found)
-    if num_damaged and num_damaged == sum(each.num_entries for each in found):
+    if num_damaged and not any(each.num_whole for each in found):
         print(ALL_DAMAGED, file=sys.stderr)
     return FAILED if num_damaged + sum(each.num_unreadable for each in found) else 0
 

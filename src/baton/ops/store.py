@@ -72,7 +72,8 @@ class ListedEntry(msgspec.Struct, frozen=True):
 class TierCheck(msgspec.Struct, frozen=True):
     """What was found in one tier; `num_removed` of the damaged ones.
 
-    `num_unreadable`: entries that the system refused to read (EIO). They stay.
+    `num_unreadable`: entries that the system refused to read (EIO). They stay. `num_whole`: those
+    that are what was put; what is none of all these was evicted meanwhile.
     """
 
     tier: str
@@ -80,6 +81,7 @@ class TierCheck(msgspec.Struct, frozen=True):
     num_damaged: int
     num_removed: int
     num_unreadable: int = 0
+    num_whole: int = 0
 
 
 class TierEviction(msgspec.Struct, frozen=True):
@@ -226,16 +228,19 @@ def evict(
     """
     done = []
     for tier in tiers:
-        victims = tier.entries()
+        victims, num_unknown = tier.entries(), 0
         if num_bytes is not None:
             victims = choose_victims(victims, num_bytes)
         elif older_than_hours is not None:
             latest = MachineClock().unix_now() - older_than_hours * HOUR_S
             victims = [e for e in victims if e.used_at < latest and not e.is_pinned]
         elif tenant is not None:
-            victims = [e for e in victims if _find_tenant(tier, e) == tenant]
+            owners = [_find_tenant(tier, entry) for entry in victims]
+            num_unknown = owners.count(None)
+            pairs = zip(victims, owners, strict=True)
+            victims = [entry for entry, owner in pairs if owner == tenant]
         removed = _remove(tier, victims)
-        num_left = len(victims) - len(removed)
+        num_left = len(victims) - len(removed) + num_unknown
         done.append(TierEviction(tier.kind, len(removed), _sum_bytes(removed), num_left))
     return done
 
@@ -301,29 +306,54 @@ def _group_by_tenant(entries: Sequence[StoredEntry]) -> tuple[TenantStats, ...]:
     return tuple(TenantStats(t, num_entries[t], size) for t, size in used_bytes.most_common())
 
 
-def _find_tenant(tier: CountedTier, entry: StoredEntry) -> TenantLabel:
-    """Whose an entry is; where the listing does not show it, its header does."""
-    lease = tier.inner.try_lease(entry.name) if entry.tenant == NO_TENANT else None
-    if lease is None:
+def _find_tenant(tier: CountedTier, entry: StoredEntry) -> TenantLabel | None:
+    """Whose an entry is; where the listing does not show it, its header does.
+
+    None: it is there, and cannot be read.
+
+    Raises:
+        StoreError: its server does not answer.
+    """
+    if entry.tenant != NO_TENANT:
         return entry.tenant
-    with lease:
-        return lease.tenant
+    lease = tier.inner.try_lease(entry.name)
+    if lease is not None:
+        with lease:
+            return lease.tenant
+    check_answers(tier)
+    return None if tier.inner.find((entry.name,)) else NO_TENANT
+
+
+def check_answers(tier: CountedTier) -> None:
+    """Whether what a tier did not find is certainly not there.
+
+    Raises:
+        StoreError: it is on a server that does not answer.
+    """
+    server = tier.inner.usage().server
+    if server is not None and not server.is_available:
+        raise StoreError(
+            f"tier {tier.kind}: its server failed or was late, so not all of its entries could be "
+            "looked at: try again"
+        )
 
 
 def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
-    entries, num_unreadable = tier.entries(), 0
+    entries, num_unreadable, num_whole = tier.entries(), 0, 0
     damaged: list[StoredEntry] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for entry in progress.track(entries, description=f"reading {tier.kind}"):
             try:
-                if is_damaged(tier, entry.name):
+                if tier.is_whole(entry.name):
+                    num_whole += 1
+                elif is_damaged(tier, entry.name):
                     damaged.append(entry)
             except StoreError:
                 if tier.remote is not None:  # its server does not answer
                     raise
                 num_unreadable += 1
-    removed = _remove(tier, damaged) if remove and len(damaged) < len(entries) else []
-    return TierCheck(tier.kind, len(entries), len(damaged), len(removed), num_unreadable)
+    removed = _remove(tier, damaged) if remove and num_whole else []  # none: the key is wrong
+    return TierCheck(tier.kind, len(entries), len(damaged), len(removed), num_unreadable, num_whole)
 
 
 def is_damaged(tier: CountedTier, name: EntryName) -> bool:

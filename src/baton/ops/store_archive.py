@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import msgspec
 
 from baton.errors import ProtocolError, StoreError, StoreFullError
+from baton.ops.store import check_answers
 from baton.store.entry_format import HEADER_BYTES, MAGIC, has_digest, make_header, parse_header
 from baton.store.interface import EndsWithUsers, EntryName, PutResult, TenantLabel
 
@@ -147,6 +148,7 @@ def _iter_bodies(
         for tier in tiers:
             lease = tier.inner.try_lease(name)
             if lease is None:
+                check_answers(tier)
                 continue
             with lease:
                 body = memoryview(bytearray(lease.num_bytes))

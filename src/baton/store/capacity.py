@@ -62,11 +62,16 @@ class Capacity:
     @property
     def free_bytes(self) -> int:
         """What may be taken."""
-        return max(0, self.capacity_bytes - self.committed_bytes - self.reserved_bytes)
+        return max(0, self._left_bytes)
+
+    @property
+    def _left_bytes(self) -> int:
+        """Below 0 where more is kept than may be: the capacity was larger before."""
+        return self.capacity_bytes - self.committed_bytes - self.reserved_bytes
 
     def try_reserve(self, num_bytes: int) -> Self | None:
-        """So much is about to be kept; None for want of room."""
-        if num_bytes > self.free_bytes:
+        """So much is about to be kept; None for want of room: for 0, too, where too much is."""
+        if num_bytes > self._left_bytes:
             return None
         reserved_bytes = self.reserved_bytes + num_bytes
         return self._with(self.committed_bytes, reserved_bytes)
@@ -88,7 +93,7 @@ class Capacity:
 
     def shortage(self, num_bytes: int, slack_entries: int = SLACK_ENTRIES) -> int:
         """Bytes that must go before so much may be taken, with some slack; 0 for none."""
-        missing = num_bytes - self.free_bytes
+        missing = num_bytes - self._left_bytes
         slack = min(slack_entries * num_bytes, self.capacity_bytes // MAX_SLACK_PARTS)
         return missing + slack if missing > 0 else 0
 

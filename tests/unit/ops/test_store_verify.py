@@ -13,10 +13,12 @@ from baton.testing.store_contract import body_of, name_of
 from baton.testing.store_syscalls import failing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pytest
 
+    from baton.store.capacity import StoredEntry
     from baton.store.interface import EntryName
 
 
@@ -75,4 +77,28 @@ def test_an_entry_that_the_disk_does_not_read_is_reported_and_stays(tmp_path: Pa
     assert calls.has_failed
     assert (checked.num_entries, checked.num_damaged, checked.num_unreadable) == (2, 0, 1)
     assert store.find([name_of("one"), name_of("two")]) == 2
+    store.close()
+
+
+def test_another_key_beside_an_eviction_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it every entry looks damaged, but for one that a worker evicts meanwhile."""
+    store = open_files(tmp_path / "kv")
+    for content in "abcd":
+        store.put(name_of(content), body_of(content))
+    options = {"file": {"directory": str(tmp_path / "kv")}}
+    other = open_store(("file",), options, cluster="c", key=b"x" * 32, clock=MachineClock())
+    (tier,) = other.tiers
+    list_entries = tier.inner.entries
+
+    def list_and_evict() -> Sequence[StoredEntry]:
+        found = list_entries()
+        store.discard(found[0].name)
+        return found
+
+    monkeypatch.setattr(tier.inner, "entries", list_and_evict)
+    (checked,) = verify([tier], remove=True)
+    assert (checked.num_damaged, checked.num_removed, checked.num_whole) == (3, 0, 0)
+    other.close()
     store.close()

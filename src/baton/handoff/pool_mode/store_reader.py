@@ -309,6 +309,7 @@ class StoreReader:
             num_bytes = lease.num_bytes
             is_fixed = self._encoding.grouping != "none"
             if num_bytes > len(row) or (is_fixed and num_bytes != len(row)):
+                self._store.discard(name)  # its header is damaged: no put keeps another length
                 return None
             body = row[:num_bytes]
             return body if lease.try_read(body.data) else None

@@ -138,6 +138,7 @@ class BodyPool:
         """
         with mapped({OSError: StoreError}):
             self._open()
+            self._begin_anew_if_cut()
             num_backed, _ = self._read_counts()
             runs = self._find_free(num_extents, num_backed)
             if runs is None:
@@ -241,6 +242,14 @@ class BodyPool:
         if num_known != len(self._states):
             self._extents = mmap.mmap(self._extents_fd, _COUNTS.size + num_known)
             self._states = np.frombuffer(self._extents, np.uint8, num_known, _COUNTS.size)
+
+    def _begin_anew_if_cut(self) -> None:
+        """A pool that is shorter than its extents: a removal of the folder was killed half way."""
+        num_bytes = len(self._states) * EXTENT_BYTES
+        if os.fstat(self._pool_fd).st_size < num_bytes:
+            self._states[:] = _FREE
+            self._write_counts(0, self._read_counts()[1] + 1)
+            os.ftruncate(self._pool_fd, num_bytes)
 
     def _map(self, num_extents: int) -> mmap.mmap:
         """The pool's memory, at least so many extents of it."""

@@ -74,17 +74,17 @@ def remove_if_abandoned(path: Path) -> bool:
         if _why_unsafe(fd) is not None:
             return False
         users = os.open(USERS, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+        try:
+            # Locked, it may be another's already: removed and made anew since it was opened.
+            if not try_lock_alone(users) or not _is_still_there(path, fd, users):
+                return False
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(users)
     except OSError:
         return False  # it is being made, or is none of ours
     finally:
         os.close(fd)
-    try:
-        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(users)
     return True
 
 
