@@ -347,6 +347,11 @@ class KubernetesCluster:
                 if line == "":  # the container ends here
                     lines.remove(line)
                     return response
+                if line == "lost":  # the connection is
+                    lines.remove(line)
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return response
                 if line.partition(" ")[0][:19] >= query.get("sinceTime", "")[:19]:  # by seconds
                     await response.write(line.encode() + b"\n")
             position = len(lines)

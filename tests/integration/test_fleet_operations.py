@@ -1,11 +1,13 @@
 """Scale, drain and upgrade of a launch over real processes that load no model, and its control."""
 
 import asyncio
+import errno
 import http.client
 import json
 import os
 import signal
 import stat
+import time
 from contextlib import aclosing, asynccontextmanager
 from urllib.parse import urlsplit
 
@@ -13,6 +15,7 @@ import pytest
 
 from baton.launch import control as control_module
 from baton.launch import operations as operations_module
+from baton.launch import supervisor as supervisor_module
 from baton.launch.control import Control
 from baton.launch.control_messages import DownRequest
 from baton.launch.errors import FleetError
@@ -166,6 +169,140 @@ async def test_a_worker_that_does_not_start_leaves_the_others(tmp_path):
         assert listed(members) == urls(under_test)
 
     await operated(tmp_path, then, str(behaviour))
+
+
+def refuse_to_spawn(monkeypatch, *names):
+    """No process of these names can be started."""
+
+    async def spawn(name, *arguments, **options):
+        if name in names:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return await really(name, *arguments, **options)
+
+    really = supervisor_module.spawn
+    monkeypatch.setattr(supervisor_module, "spawn", spawn)
+
+
+@in_event_loop
+async def test_where_the_workers_cannot_be_listed_all_is_as_before(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def then(under_test, operations, steps):
+        before = under_test.pids()
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor_module, "write_members", refuse)
+            for num_workers in (3, 1):
+                with pytest.raises(FleetError, match=r"cannot write .*: No space left"):
+                    await operations.scale(FleetSize(decode=num_workers), steps.append)
+                assert under_test.pids() == before
+        states = {member.name: member.state for member in operations.status().members}
+        assert set(states.values()) == {"ready"}
+        await operations.scale(FleetSize(decode=1), steps.append)
+        assert len(under_test.pids()) == 2, "it was taken out the next time"
+
+    await operated(tmp_path, then, "worker", "worker")
+
+
+@in_event_loop
+async def test_a_worker_that_is_ended_leaves_where_the_others_cannot_be_listed(
+    tmp_path, monkeypatch
+):
+    write_members, num_written = supervisor_module.write_members, 0
+
+    def write_once(*arguments):
+        nonlocal num_written
+        num_written += 1
+        if num_written > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_members(*arguments)
+
+    async def then(under_test, operations, steps):
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor_module, "write_members", write_once)
+            await operations.drain("w-1", steps.append)
+        assert list(under_test.supervisor.slots) == ["w-0", "gateway"]
+        assert any("cannot write" in line for line in under_test.display.said)
+
+    await operated(tmp_path, then, "worker", "worker")
+
+
+@in_event_loop
+async def test_a_process_that_cannot_be_started_leaves_the_others(tmp_path, monkeypatch):
+    async def then(under_test, operations, steps):
+        with monkeypatch.context() as patch:
+            refuse_to_spawn(patch, "w-2")
+            with pytest.raises(FleetError, match="w-2 cannot be started: Cannot allocate memory"):
+                await operations.scale(FleetSize(decode=4), steps.append)
+        slots = under_test.supervisor.slots
+        assert list(slots) == ["w-0", "gateway", "w-1", "w-3"]
+        assert listed(tmp_path / "members.json") == urls(under_test)
+        assert all(slot.restarter is not None for slot in slots.values())
+
+    steps = await operated(tmp_path, then, "worker")
+    assert any(step.startswith("w-3 serves") for step in steps)
+
+
+@in_event_loop
+async def test_without_room_a_worker_that_cannot_be_started_again_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(operations_module, "has_room_for_another", lambda _: False)
+
+    async def then(under_test, operations, steps):
+        with monkeypatch.context() as patch:
+            refuse_to_spawn(patch, "w-0")
+            with pytest.raises(FleetError, match="the upgrade stopped at w-0: w-0 cannot be"):
+                await operations.upgrade(steps.append)
+        assert list(under_test.supervisor.slots) == ["w-1", "gateway"]
+        assert listed(tmp_path / "members.json") == urls(under_test)
+
+    await operated(tmp_path, then, "worker", "worker")
+
+
+@pytest.mark.parametrize(
+    ("has_room", "at", "left"),
+    [
+        (True, "w-0", ["gateway", "w-3", "w-4"]),
+        (True, "w-1", ["gateway", "w-3", "w-4", "w-5"]),
+        (False, "w-0", ["w-0", "w-2", "gateway"]),
+        (False, "w-1", ["w-0", "w-2", "gateway"]),
+    ],
+)
+def test_a_worker_whose_machine_is_taken_during_an_upgrade_does_not_end_it(
+    tmp_path, monkeypatch, has_room, at, left
+):
+    """It leaves while `at` is replaced: before its turn, or in it."""
+    notice = tmp_path / "notice"
+
+    def wait_while(condition):
+        deadline = time.monotonic() + 60
+        while condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    async def then(under_test, operations, steps):
+        slots, before = under_test.supervisor.slots, under_test.pids()
+
+        def find_room(pid):
+            if pid == before[at]:
+                notice.touch()
+                wait_while(notice.exists)
+                notice.touch()
+                wait_while(lambda: "w-1" in slots)
+                notice.unlink()  # else its successor reads it, too
+            return has_room
+
+        monkeypatch.setattr(operations_module, "has_room_for_another", find_room)
+        await operations.upgrade(steps.append)
+        assert list(slots) == left
+        assert not set(before.values()) & set(under_test.pids().values())
+        assert listed(tmp_path / "members.json") == urls(under_test)
+
+    async def scenario():
+        environment = {"STUB_DIE_FILE": str(notice)}
+        return await operated(tmp_path, then, "worker", "spot", "worker", environment=environment)
+
+    steps = asyncio.run(scenario())
+    assert steps[-1].startswith("every process runs the installed code")
 
 
 @in_event_loop

@@ -348,6 +348,31 @@ def test_logs_are_followed_over_the_end_of_a_container(tmp_path, monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_logs_of_a_pod_that_writes_nothing_are_followed(tmp_path, monkeypatch, is_lost):
+    """Longer than one request takes at most, or after its connection is lost."""
+    monkeypatch.setattr(api_module, "FOLLOW_S", 60.0 if is_lost else 1.0)
+
+    async def main():
+        async with controlled(tmp_path, monkeypatch) as (cluster, control):
+            name = "baton-decode-0"
+            cluster.logs[name] = [f"{rfc3339(1000)} line 0"]
+            seen: list[str] = []
+
+            following = asyncio.create_task(each(control.logs(name, 1, follow=True), seen.append))
+            await until(lambda: seen == ["line 0"])
+            if is_lost:
+                await asyncio.sleep(2 * fleet_module.AWAY_S)
+                cluster.logs[name].append("lost")
+            await until(lambda: cluster.num_asked["get pods/log"] > 1)
+            assert not following.done()
+            cluster.logs[name].append(f"{rfc3339(1009)} line 1")
+            await until(lambda: seen == ["line 0", "line 1"])
+            following.cancel()
+
+    asyncio.run(main())
+
+
 def test_an_api_server_that_is_away_for_a_moment_costs_nothing_and_for_long_an_error(
     tmp_path, monkeypatch
 ):

@@ -153,24 +153,24 @@ async def test_a_worker_that_cannot_be_started_now_is_tried_again(tmp_path, monk
     under_test = launch("mortal", environment={"STUB_DIE_FILE": str(die)})
     num_refused = 0
 
-    async def refuse(supervisor, slot):
+    async def refuse(*arguments, **options):
         nonlocal num_refused
         num_refused += 1
         if num_refused < 3:
             raise OSError(errno.ENOSPC, "No space left on device")
-        await start_again(supervisor, slot)
+        return await spawn(*arguments, **options)
 
-    start_again = supervisor_module.Supervisor.start_again
-    monkeypatch.setattr(supervisor_module.Supervisor, "start_again", refuse)
+    spawn = supervisor_module.spawn
 
     async def then():
+        monkeypatch.setattr(supervisor_module, "spawn", refuse)
         die.touch()
         await under_test.until_said("w-0 is back")
         under_test.supervisor.request_stop()
 
     assert await run_until_ready(under_test, then) is Ending.DRAINED
     assert num_refused == 3
-    problem = "w-0 ended: it cannot be started: No space left on device; restart in 0.02 s"
+    problem = "w-0 ended: w-0 cannot be started: No space left on device; restart in 0.02 s"
     assert any(line.startswith(problem) for line in under_test.display.said)
 
 

@@ -59,6 +59,7 @@ def make_options(settings: ScalingSection) -> ScalingOptions:
         most_price=inf if settings.max_price is None else settings.max_price,
         grow_every_s=settings.grow_every_s,
         shrink_after_s=settings.shrink_after_s,
+        interval_s=settings.interval_s,
     )
 
 

@@ -22,7 +22,7 @@ from baton.launch.gateways import count_requests, until_unused, until_used
 from baton.launch.plan import LOOPBACK, WorkerPlan, another_worker, count_peer_ports
 from baton.launch.ports import find_free_ports
 from baton.launch.resources import has_room_for_another
-from baton.launch.slots import GATEWAY, ProcessSlot
+from baton.launch.slots import GATEWAY, ChildFailedError, ProcessSlot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -140,6 +140,8 @@ class FleetOperations:
         """
         self._require_members_file()
         for slot in [slot for role in self._like for slot in self._workers(role)]:
+            if slot.is_leaving:  # its machine has been taken meanwhile, or will be
+                continue
             try:
                 await self._upgrade_worker(slot, report)
             except BatonError as exc:
@@ -202,41 +204,64 @@ class FleetOperations:
         return sorted(newest_first, key=lambda slot: busy[slot.name])[:num_workers]
 
     async def _grow(self, plans: Sequence[WorkerPlan], report: Callable[[str], None]) -> None:
-        """Start workers beside those that there are, all at once."""
-        slots = []
+        """Start workers beside those that there are, all at once.
+
+        Raises:
+            FleetError: of the first one that does not serve; those that do stay.
+        """
+        slots: list[ProcessSlot] = []
+        failures: list[BaseException] = []
         for plan in plans:
             report(f"{plan.name} starts")
-            slots.append(await self._supervisor.add(plan))
+            try:
+                slots.append(await self._supervisor.add(plan))
+            except FleetError as exc:
+                failures.append(exc)
         brought_up = [self._bring_up(slot, report) for slot in slots]
-        for outcome in await asyncio.gather(*brought_up, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
+        outcomes = await asyncio.gather(*brought_up, return_exceptions=True)
+        failures += [each for each in outcomes if isinstance(each, BaseException)]
+        if failures:
+            raise failures[0]
 
     async def _bring_up(self, slot: ProcessSlot, report: Callable[[str], None]) -> None:
-        """Wait until a worker that was started is used; else it is removed."""
+        """Wait until a worker that was started is used; else it is removed.
+
+        Raises:
+            FleetError: as of `_until_used`.
+        """
+        try:
+            url = await self._until_used(slot)
+        except Exception:  # if cancelled it stays: the launch ends, and drains all that it has
+            await self._supervisor.remove(slot)
+            raise
+        self._supervisor.restart_when_ended(slot)
+        report(f"{slot.name} serves at {url}")
+
+    async def _until_used(self, slot: ProcessSlot) -> str:
+        """Until a worker is ready, listed, and used: its URL.
+
+        Raises:
+            FleetError: it ended before that, takes too long, or cannot be listed.
+        """
         supervisor = self._supervisor
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 ready = await slot.until_ready()
         except TimeoutError as exc:
-            await supervisor.remove(slot)
             raise FleetError(
                 f"{slot.name} was not ready after {READY_TIMEOUT_S:g} s, and was ended; "
                 f"`baton logs {slot.name}` shows what it did"
             ) from exc
-        except BatonError as exc:
-            await supervisor.remove(slot)
+        except ChildFailedError as exc:
             raise FleetError(str(exc)) from exc
         slot.is_draining = False
         supervisor.publish_members()
         if not await until_used(supervisor.metrics_urls, ready.url, USED_TIMEOUT_S):
-            await supervisor.remove(slot)
             raise FleetError(
                 f"{slot.name} was ready, but the gateway did not use it after {USED_TIMEOUT_S:g} "
                 "s, and it was ended; `baton logs gateway` gives the reason"
             )
-        supervisor.restart_when_ended(slot)
-        report(f"{slot.name} serves at {ready.url}")
+        return ready.url
 
     async def _retire(self, slots: Sequence[ProcessSlot], report: Callable[[str], None]) -> None:
         """Take workers out, all at once: none gets a stream of another one that ends too."""
@@ -250,11 +275,18 @@ class FleetOperations:
         await asyncio.gather(*(end(slot) for slot in slots))
 
     async def _take_out(self, slots: Sequence[ProcessSlot], report: Callable[[str], None]) -> None:
+        if not slots:
+            return
         for slot in slots:
             slot.is_draining = True
-            report(f"{slot.name} drains")
-        if slots:
+        try:
             self._supervisor.publish_members()
+        except FleetError:  # the gateways use them as before, and the next change may take them out
+            for slot in slots:
+                slot.is_draining = False
+            raise
+        for slot in slots:
+            report(f"{slot.name} drains")
         for slot in slots:
             url = slot.url or ""
             if not await until_unused(self._supervisor.metrics_urls, url, UNUSED_TIMEOUT_S):
@@ -280,7 +312,13 @@ class FleetOperations:
         report(f"{slot.name}: there is no room for a second one beside it")
         await self._take_out([slot], report)
         await self._supervisor.end(slot)
-        await self._supervisor.start_again(slot)
+        if slot.name not in self._supervisor.slots:  # its machine has been taken meanwhile
+            return
+        try:
+            await self._supervisor.start_again(slot)
+        except FleetError:
+            await self._supervisor.remove(slot)
+            raise
         await self._bring_up(slot, report)
 
     async def _replace_gateway(self, report: Callable[[str], None]) -> None:

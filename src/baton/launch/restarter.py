@@ -38,7 +38,7 @@ class Restarter:
         while True:
             ended = await slot.child.wait_until_exited()
             if slot.child.preempted is not None:
-                self._forget(describe_exit(ended.returncode), slot.child.preempted)
+                await self._forget(describe_exit(ended.returncode), slot.child.preempted)
                 return
             if self._context.restarts is None:
                 raise slot.failure(ended, "ended")
@@ -52,15 +52,12 @@ class Restarter:
             elif self._context.members is not None:
                 slot.ports = Ports()  # another process may have taken its ports meanwhile
 
-    def _forget(self, how: str, preempted: str) -> None:
+    async def _forget(self, how: str, preempted: str) -> None:
         """Its machine is taken: it is not started again."""
         slot, display = self._slot, self._context.display
         display.print_line(f"{slot.name} ended ({how}), not started again: {preempted}")
-        del self._supervisor.slots[slot.name]
-        try:
-            self._supervisor.publish_members()
-        except FleetError as exc:  # the gateways have found out by themselves
-            display.print_line(str(exc))
+        slot.restarter = None  # this one, which ends by itself
+        await self._supervisor.remove(slot)
 
     async def _pause(self, ended: ChildExited, how: str) -> None:
         """Before the next start; `how` its process ended, or could not be started."""
@@ -92,8 +89,8 @@ class Restarter:
         """Start the next process: why that is not possible now, or None."""
         try:
             await self._supervisor.start_again(self._slot)
-        except OSError as exc:
-            return f"it cannot be started: {exc.strerror or exc}"
+        except FleetError as exc:
+            return str(exc)
         return None
 
     def _note_back(self, ready: Ready) -> None:

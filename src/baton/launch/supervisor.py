@@ -93,6 +93,7 @@ class Supervisor:
 
         Raises:
             ConfigError: the gateway's port is taken.
+            FleetError: a process cannot be started; everything else was stopped.
             ChildFailedError: a process ended at start, the gateway ended too often, or it refuses
                 a worker; everything else was stopped.
         """
@@ -187,16 +188,28 @@ class Supervisor:
         return self._operation
 
     async def add(self, plan: WorkerPlan) -> ProcessSlot:
-        """Start a worker. It is not restarted before `restart_when_ended` is called for it."""
+        """Start a worker. It is not restarted before `restart_when_ended` is called for it.
+
+        Raises:
+            FleetError: it cannot be started.
+        """
         return await self._fill(plan.name, partial(plan.command, self.plan.file), plan)
 
     async def start_again(self, slot: ProcessSlot) -> None:
-        """Start the next process of a slot, at the same addresses."""
+        """Start the next process of a slot, at the same addresses.
+
+        Raises:
+            FleetError: it cannot be started.
+        """
         slot.child = await self.spawn_next(slot)
         slot.started_at = self.context.clock.now()
 
     async def spawn_next(self, slot: ProcessSlot) -> Child:
-        """Start a process as that of a slot, which keeps its own."""
+        """Start a process as that of a slot, which keeps its own.
+
+        Raises:
+            FleetError: it cannot be started.
+        """
         fds = self._inherited if slot.plan is None else ()
         return await self._spawn(slot.name, slot.command(slot.ports), fds)
 
@@ -209,12 +222,15 @@ class Supervisor:
         return await slot.child.wait_until_stopped()
 
     async def remove(self, slot: ProcessSlot) -> None:
-        """Forget a slot; its process is killed, if it has not ended."""
+        """Forget a slot; its process is killed, if it has not ended. Twice is as once."""
         await slot.stop_restarting()
         slot.child.kill()
         await slot.child.wait_until_exited()
-        del self.slots[slot.name]
-        self.publish_members()
+        self.slots.pop(slot.name, None)
+        try:
+            self.publish_members()
+        except FleetError as exc:  # the gateways find out by themselves that it has ended
+            self._display.print_line(str(exc))
 
     def publish_members(self) -> None:
         """Let the gateways know which workers there are.
@@ -295,7 +311,10 @@ class Supervisor:
         def on_line(line: str) -> None:
             self._display.child_line(name, line)
 
-        return await spawn(name, command, self.context.environment, on_line, inherited=fds)
+        try:
+            return await spawn(name, command, self.context.environment, on_line, inherited=fds)
+        except OSError as exc:
+            raise FleetError(f"{name} cannot be started: {exc.strerror or exc}") from exc
 
     async def _url_of(self, slot: ProcessSlot) -> str:
         url = await slot.child.wait_for_url()

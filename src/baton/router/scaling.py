@@ -71,6 +71,7 @@ class ScalingOptions:
     """What is wanted. Either `both.most` is 0, or the two other roles' are.
 
     `good_share` of answers within `limits`, for `headroom` times the rate, at `most_price` an hour.
+    `interval_s`: between two looks.
     """
 
     limits: Limits
@@ -82,6 +83,12 @@ class ScalingOptions:
     most_price: float = inf
     grow_every_s: float = 30.0
     shrink_after_s: float = 300.0
+    interval_s: float = 5.0
+
+    @property
+    def longest_gap_s(self) -> float:
+        """With more time than this between two looks it is not known what was needed meanwhile."""
+        return max(min(SLOW_S, self.shrink_after_s), 2 * self.interval_s)
 
     def price(self, size: Size) -> float:
         """Per hour."""
@@ -201,7 +208,7 @@ class Scaler:
         self._counters: dict[str, _Counter] = {}
         self._shape: RequestShape | None = None
         self._needs: deque[tuple[float, Size]] = deque()
-        self._began_at: float | None = None
+        self._known_since = -inf
         self._grew_at = [-inf] * len(Size._fields)
         self._size = Size()
         self._factor = 1.0
@@ -217,8 +224,6 @@ class Scaler:
         start, or that grew less than `grow_every_s` ago, does not grow; others may.
         """
         options = self._options
-        if self._began_at is None:
-            self._began_at = now
         if (within := options.clamp(present)) != present:
             return Resize(within, f"{present} is not within the configured bounds")
         found = self._merge(reports, now)
@@ -229,6 +234,9 @@ class Scaler:
         self._correct(found, demand, rate, present, is_starting=any(starting))
         wanted_rate = rate * options.headroom * self._factor
         need, share = find_size(demand, wanted_rate, options)
+        if not self._needs or self._needs[-1][0] < now - options.longest_gap_s:
+            self._needs.clear()  # else one look after a gap would stand for all of it
+            self._known_since = now
         self._needs.append((now, need))
         while self._needs[0][0] < now - options.shrink_after_s:
             self._needs.popleft()
@@ -271,8 +279,8 @@ class Scaler:
         return Size(*map(min, need, more))
 
     def _shrink(self, present: Size, reason: str, now: float) -> Resize | None:
-        began_at, after_s = self._began_at, self._options.shrink_after_s
-        if began_at is None or now - max(began_at, *self._grew_at) < after_s:
+        after_s = self._options.shrink_after_s
+        if now - max(self._known_since, *self._grew_at) < after_s:
             return None
         most = Size(*(max(sizes) for sizes in zip(*(size for _, size in self._needs), strict=True)))
         fewer = Size(*map(min, most, present))

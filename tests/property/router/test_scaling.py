@@ -94,6 +94,7 @@ class Traffic:
     def __init__(self) -> None:
         self.num_begun, self.now, self.waiting = 0.0, 0.0, 0
         self.epoch, self.ended = "a", (GOOD,) * 30
+        self.shape: RequestShape | None = SHAPE
 
     def after(self, seconds: float, rate: float) -> dict[str, DemandReport]:
         self.now += seconds
@@ -104,7 +105,7 @@ class Traffic:
             num_waiting=self.waiting,
             window_s=30.0,
             ended=self.ended,
-            shape=SHAPE,
+            shape=self.shape,
         )
         return {"gateway": DemandReport(self.epoch, (demand,))}
 
@@ -197,6 +198,35 @@ def test_a_gateway_that_begins_again_is_no_burst_and_no_lull() -> None:
     size = follow(scaler, traffic, Size(1, 1), 600.0, 5.0)
     traffic.epoch, traffic.num_begun = "b", 0.0
     assert follow(scaler, traffic, size, 60.0, 5.0) == size
+
+
+@pytest.mark.parametrize("silent_s", [70.0, 301.0, 5000.0])
+def test_one_look_after_a_silence_does_not_stand_for_all_of_it(silent_s: float) -> None:
+    """No gateway answers, so nothing is decided; then a gateway that has restarted does."""
+    scaler, traffic = Scaler("demo", pools(shrink_after_s=300.0)), Traffic()
+    size = follow(scaler, traffic, Size(1, 1), 600.0, 10.0)
+    assert size.prefill > 2
+    traffic.now += silent_s
+    traffic.epoch, traffic.num_begun = "b", 0.0
+    assert follow(scaler, traffic, size, 295.0, 1.0) == size
+    assert sum(follow(scaler, traffic, size, 30.0, 1.0)) < sum(size)
+
+
+def test_the_first_requests_after_a_long_time_shrink_nothing() -> None:
+    scaler, traffic = Scaler("demo", pools(shrink_after_s=300.0)), Traffic()
+    traffic.shape = None
+    assert follow(scaler, traffic, Size(4, 4), 600.0, 0.0) == Size(4, 4)
+    traffic.shape = SHAPE
+    assert follow(scaler, traffic, Size(4, 4), 295.0, 0.2) == Size(4, 4)
+
+
+def test_looks_that_are_rare_are_no_silence() -> None:
+    scaler, traffic = Scaler("demo", pools(interval_s=90.0)), Traffic()
+    looks = [
+        scaler.decide(traffic.after(90.0, 0.2), Size(4, 4), Size(), traffic.now) for _ in range(6)
+    ]
+    assert looks[-1] is not None
+    assert sum(looks[-1].size) < 8
 
 
 def test_nothing_is_decided_without_reports() -> None:

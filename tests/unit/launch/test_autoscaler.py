@@ -235,6 +235,10 @@ def test_garbage_changes_nothing(body):
     assert fleet.asked == []
 
 
+def test_the_time_between_looks_decides_what_a_silence_is():
+    assert make_options(ScalingSection(interval_s=90.0)).longest_gap_s == 180.0
+
+
 def test_bounds_that_contradict_each_other_are_refused():
     with pytest.raises(ConfigError, match=r"scaling\.min_decode is 5"):
         make_options(ScalingSection(min_decode=5, max_decode=2))

@@ -151,8 +151,9 @@ class FleetApi:
     ) -> AsyncGenerator[bytes]:
         """Lines with their times before them; with `follow` those that come.
 
-        At most for `FOLLOW_S`, so that a dead connection does not go unnoticed. `num_lines` None:
-        all; `since`: a time of RFC 3339.
+        At most for `FOLLOW_S`, so that a dead connection does not go unnoticed. With `follow` the
+        end of this time, or of the connection, is the end of the lines: whether the server is away
+        shows when it is asked again. `num_lines` None: all; `since`: a time of RFC 3339.
         """
         container, timeout_s = pod.spec.containers[0].name, FOLLOW_S if follow else BUSY_TIMEOUT_S
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower()}
@@ -161,13 +162,16 @@ class FleetApi:
         if since is not None:
             query["sinceTime"] = since
         name, path = f"get the log of {pod.name}", f"{self._pods}/{pod.name}/log"
-        request = ApiRequest(name, path, query=query)
+        request, is_open = ApiRequest(name, path, query=query), False
         try:
             async with self._connection.ask(request, timeout_s) as answer:
+                is_open = True
                 async for line in read_lines(answer):
                     yield line
         except KubernetesApiError as exc:
-            raise self._describe(exc, "get", "pods/log") from exc
+            # Without a cause it is not the connection that failed, but what came over it.
+            if not (follow and is_open and exc.__cause__ is not None):
+                raise self._describe(exc, "get", "pods/log") from exc
 
     async def _patch(self, path: str, patch: object, resource: str) -> None:
         name = f"patch {path.rpartition('/namespaces/')[2]}"

@@ -190,6 +190,8 @@ class KubernetesFleet:
                 is_temporary = exc.is_temporary or exc.status == HTTPStatus.BAD_REQUEST
                 if not (follow and is_temporary) or self._clock.now() - seen_at > AWAY_S:
                     raise
+            else:  # it answers, though the pod may write nothing
+                seen_at = self._clock.now()
             if not follow:
                 return
             await asyncio.sleep(LOOK_INTERVAL_S)

@@ -11,7 +11,7 @@ import msgspec
 from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import UNDECODABLE
-from baton.launch.errors import FleetError
+from baton.launch.errors import FleetError, UnplacedError
 from baton.launch.fleet import COUNTED, FleetMember, FleetStatus, MemberRole
 from baton.launch.folder import ray_folder, remove_monitor
 from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
@@ -104,8 +104,8 @@ class RayFleet:
         """See `FleetControl`.
 
         A worker's successor is started first. Where Ray finds no host for it, as without a free
-        GPU, the worker is drained first, if others have its role. A gateway's
-        next process starts beside the old one, on the same sockets.
+        GPU, the worker is drained first, if another one serves in its role. One that does not start
+        ends the upgrade. A gateway's next process starts beside the old one, on the same sockets.
         """
         for name in sorted(await self._list_names(), key=_order):
             if role_of(name) != "gateway":
@@ -221,11 +221,11 @@ class RayFleet:
         try:
             async for line in self._add(group, 1, names, near):
                 yield line
-        except FleetError as exc:
-            if len(_of_role(group.role, names)) == 1:
+        except UnplacedError as exc:  # what does not start ends the upgrade: nothing is lost by it
+            if await self._list_counted(group.role, names) == [name]:
                 raise FleetError(
-                    f"the upgrade ends here, and {name} serves as before: its successor cannot be "
-                    f"started, and no other worker has its role. {exc}"
+                    f"the upgrade ends here, and {name} serves as before: there is no room for its "
+                    f"successor, and no other worker serves in its role. {exc}"
                 ) from exc
             yield f"{name}: no room for its successor beside it; draining it first"
             async for line in self._take_out(name):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 NOT_FORWARDED: Final = ("up.", "ray.", "fleet.")
+TOKENIZERS: Final = "router.tokenizers."
+"""Folders by models' names: paths, as those of `PATH_KEYS`."""
 OWN_KEYS: Final = frozenset({
     "gateway.prefill",
     "gateway.decode",
@@ -310,8 +312,9 @@ def given_settings(resolved: Resolved) -> dict[str, object]:
         for name, value in resolved.values.items()
         if not isinstance(value.origin, FromDefault) and value.value is not None
     }
-    for name in PATH_KEYS & found.keys():
-        found[name] = str(Path(str(found[name])).expanduser().absolute())
+    for name, value in found.items():
+        if name in PATH_KEYS or name.startswith(TOKENIZERS):
+            found[name] = str(Path(str(value)).expanduser().absolute())
     return found
 
 

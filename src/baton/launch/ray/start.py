@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.errors import ConfigError
-from baton.launch.errors import FleetError
+from baton.launch.errors import FleetError, UnplacedError
 from baton.launch.ray.actors import FleetActors, NoAnswerError
 from baton.launch.ray.connection import describe, namespace_of
 from baton.launch.ray.hosts import list_selectors
@@ -159,7 +159,8 @@ async def wait_until_placed(
     """Until each supervisor has a host, and the cluster key.
 
     Raises:
-        FleetError: some have none in time, or one cannot run where it is.
+        UnplacedError: some have none in time.
+        FleetError: one cannot run where it is.
     """
     calls = (supervisors.call(name, "give_key", key, timeout_s=timeout_s) for name in names)
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -172,7 +173,7 @@ async def wait_until_placed(
         if isinstance(outcome, NoAnswerError)
     ]:
         hosts = await asyncio.to_thread(list_hosts)
-        raise FleetError(explain_unplaced(plan, unplaced, hosts, timeout_s))
+        raise UnplacedError(explain_unplaced(plan, unplaced, hosts, timeout_s))
 
 
 async def wait_until_ready(

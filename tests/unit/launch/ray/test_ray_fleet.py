@@ -171,6 +171,56 @@ def test_successors_of_assigned_workers_start_where_these_are(supervisors, monke
         assert started == [("prefill-1", None), ("decode-2", near), ("decode-3", near)]
 
 
+def test_a_successor_that_does_not_start_ends_the_upgrade_and_nothing_else(
+    supervisors, monkeypatch
+):
+    """It is not taken for one without room, for which a worker that serves would be drained."""
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+
+    def create_supervisor(plan, group, name, *, near):
+        supervisors.names.add(name)
+        supervisors.states[name] = "failed"
+
+    monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
+    supervisors.names.remove("prefill-0")
+    before = set(supervisors.names)
+    with pytest.raises(FleetError, match="decode-2 on h failed"):
+        lines_of(RayFleet(supervisors, PLAN, 1.0).upgrade())
+    assert supervisors.names == before
+    assert supervisors.calls == [("remove", "decode-2")]
+
+
+@pytest.mark.parametrize("states", ["ready failed", "failed ready", "ready ready", "failed failed"])
+def test_without_room_a_worker_is_drained_first_but_not_the_last_one_that_serves(
+    supervisors, monkeypatch, states
+):
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    from baton.launch.ray.actors import NoAnswerError  # noqa: PLC0415 - imports Ray
+
+    supervisors.names.remove("prefill-0")
+    supervisors.states = dict(zip(("decode-0", "decode-1"), states.split(), strict=True))
+
+    def create_supervisor(plan, group, name, *, near):
+        supervisors.names.add(name)
+
+    def give_key(name, key):
+        if len([each for each in supervisors.names if role_of(each) == "decode"]) > 2:
+            raise NoAnswerError("Ray has not placed it")
+
+    monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
+    monkeypatch.setattr("baton.launch.ray.start.list_hosts", list)
+    monkeypatch.setattr(supervisors, "do_give_key", give_key)
+    lines = RayFleet(supervisors, PLAN, 1.0).upgrade()
+    if states == "ready failed":
+        with pytest.raises(FleetError, match="decode-0 serves as before: there is no room for"):
+            lines_of(lines)
+        assert "decode-0" in supervisors.names
+        assert supervisors.calls == [("remove", "decode-2")]
+    else:
+        assert "decode-0: no room for its successor beside it; draining it first" in lines_of(lines)
+        assert supervisors.names == {"gateway-0", "decode-2", "decode-3"}
+
+
 @pytest.mark.parametrize(
     ("worker", "message"),
     [

@@ -233,6 +233,7 @@ def test_needs_are_those_of_each_role():
     assert decode.selector == {"rack": "r1"}
 
 
-def test_paths_are_absolute():
-    fleet = plan("worker.model=models/x")
-    assert Path(fleet.settings["worker.model"]).is_absolute()
+@pytest.mark.parametrize("name", ["worker.model", "router.tokenizers.demo"])
+def test_paths_are_absolute(name):
+    fleet = plan(f"{name}=models/x")
+    assert fleet.settings[name] == str(Path("models/x").absolute())
