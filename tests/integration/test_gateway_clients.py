@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from baton.clock import MachineClock
 from baton.errors import ConfigError
+from baton.gateway.app import ManagementApp
 from baton.gateway.clients import RELOAD_INTERVAL_S, make_key, read_keys, write_keys
 from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.process import open_gateway
 from baton.protocol.worker_http import Role
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, run, until_true
 from tests.integration.scripted_worker import KEY, one_token_and_wait
@@ -200,6 +204,40 @@ def test_a_gateway_that_is_managed_elsewhere_shows_nothing_to_clients() -> None:
             assert (await cluster.get_json(path))[0] == 404
 
     run(scenario, management_port=0, wait=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "status"),
+    [
+        ("127.0.0.1", b"attacker.example:9000", 403),
+        ("127.0.0.1", b"localhost:9000", 200),
+        ("0.0.0.0", b"gateway.example:9000", 200),
+    ],
+)
+def test_the_management_listener_takes_the_hosts_of_its_own_address(
+    address: str, host: bytes, status: int
+) -> None:
+    options = GatewayOptions(
+        addresses=(WorkerAddress("https://127.0.0.1:1", Role.BOTH),),
+        credentials=KEY,
+        key_origin="configured",
+        host="127.0.0.1" if address == "0.0.0.0" else "0.0.0.0",
+        insecure=True,
+        management_host=address,
+        management_port=0,
+    )
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def main() -> None:
+        scope = {"type": "http", "method": "GET", "headers": [(b"host", host)]}
+        async with open_gateway(options, MachineClock()) as app:
+            await ManagementApp(app)({**scope, "path": "/debug/workers"}, None, send)
+
+    asyncio.run(main())
+    assert sent[0]["status"] == status
 
 
 def test_beyond_loopback_keys_are_needed(path: Path) -> None:

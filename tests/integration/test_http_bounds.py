@@ -276,20 +276,34 @@ def test_a_connection_that_was_closed_ends_though_nobody_reads(
     run(scenario)
 
 
-def test_who_reads_slowly_gets_all_of_an_answer_after_which_its_connection_is_closed(
+def test_answers_that_wait_behind_others_which_nobody_reads_end(
     monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_protocol, "CLOSE_TIMEOUT_S", 0.1)
+
+    async def scenario(server: Bounded) -> None:
+        await server.connect(LARGE_REQUEST * 3)
+        connections = server.connections
+        await until(lambda: connections.num_open == 1 and not connections._new)
+        await until(lambda: connections.num_open == 0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_who_reads_slowly_gets_all_answers_after_which_its_connection_is_closed(
+    num_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_protocol, "CLOSE_TIMEOUT_S", 1.0)
 
     async def scenario(server: Bounded) -> None:
-        slow = await server.connect(
-            LARGE_REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
-        )
+        last = LARGE_REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+        slow = await server.connect(LARGE_REQUEST * num_before + last)
         num_bytes = 0
         while part := await slow.reader.read(2 << 20):
             num_bytes += len(part)
             await asyncio.sleep(0.1)
-        assert num_bytes > LARGE_BYTES
+        assert num_bytes > LARGE_BYTES * (num_before + 1)
 
     run(scenario)
 
@@ -321,6 +335,79 @@ def test_requests_in_one_packet_are_each_answered() -> None:
         assert [await client.read_answer() for _ in range(3)] == [(200, 0)] * 3
         await asyncio.sleep(2 * LIMITS.head_timeout_s)  # idle, not half a head: it stays
         assert await client.ask() == 200
+
+    run(scenario)
+
+
+H2C = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+OFFER = b"POST / HTTP/1.1\r\nhost: x\r\n" + H2C + b"content-length: %d\r\n\r\n%b"
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 20, 90, 7], ids=["together", "apart", "split"])
+def test_an_offer_of_an_upgrade_is_ignored_and_the_body_is_read(num_bytes: int) -> None:
+    """What follows such a head was taken for the next request: here one that is served."""
+    sent = OFFER % (len(REQUEST), REQUEST)
+    sent += OFFER.replace(b"content-length: %d", b"transfer-encoding: chunked").replace(
+        b"%b", b"4\r\nGET \r\n2\r\n/x\r\n0\r\n\r\n"
+    )
+    sent += REQUEST.replace(b"\r\n\r\n", b"\r\n" + H2C + b"\r\n")
+    sent += OFFER.replace(b"connection: ", b"connection: close, ") % (3, b"abc")
+
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect()
+        for start in range(0, len(sent), num_bytes):
+            await client.send(sent[start : start + num_bytes])
+            await asyncio.sleep(0.002)
+        answers = [await client.read_answer() for _ in range(4)]
+        assert answers == [(200, len(REQUEST)), (200, 6), (200, 0), (200, 3)]
+        assert await client.is_closed()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("offer", [b"", H2C], ids=["plain", "upgrade"])
+def test_no_tunnel_is_opened(offer: bytes) -> None:
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect(b"CONNECT x:1 HTTP/1.1\r\n" + offer + b"\r\n" + REQUEST)
+        assert (await client.read_answer())[0] == 400
+        assert await client.is_closed()
+
+    run(scenario)
+
+
+LONG = b"GET / HTTP/1.1\r\nhost: x\r\nlong: " + b"x" * 3000
+LONG_PATH = b"GET /" + b"x" * 3000
+LONG_BODY = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000\r\n\r\n" + b"x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [
+        (LONG + b"\r\na: b", b"\r\n\r\n"),
+        (LONG_PATH, b"?a HTTP/1.1\r\nhost: x\r\n\r\n"),
+        (LONG_BODY + REQUEST[:9], REQUEST[9:]),
+        (REQUEST * 200 + REQUEST[:9], REQUEST[9:]),
+    ],
+    ids=["header", "path", "after a body", "after others"],
+)
+def test_a_head_below_the_bound_is_served_however_it_comes(first: bytes, rest: bytes) -> None:
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect(first)
+        await asyncio.sleep(0.05)
+        await client.send(rest)
+        for _ in range((first + rest).count(b"host: x")):
+            assert (await client.read_answer())[0] == 200
+
+    run(scenario)
+
+
+def test_a_head_above_the_bound_is_refused_however_it_comes() -> None:
+    async def scenario(server: Bounded) -> None:
+        client = await server.connect(LONG_BODY + LONG)
+        await asyncio.sleep(0.05)
+        await client.send(b"x" * 1100)  # in two reads: more than the bound
+        assert (await client.read_answer())[0] == 200
+        assert (await client.read_answer())[0] == 431
 
     run(scenario)
 

@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 
 from baton.clock import MachineClock
+from baton.net import http_protocol
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bind, make_server_config, start_listening
 
@@ -245,6 +246,22 @@ def test_a_response_that_its_client_does_not_read_is_cut_with_its_connection():
         assert app.connections.num_open == 1
         while app.connections.num_open:
             await asyncio.sleep(0.05)
+
+    run(scenario)
+
+
+def test_a_stream_waits_for_its_client_at_its_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_protocol, "CLOSE_TIMEOUT_S", 0.05)
+
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(get(b"is_interrupted"))
+        await read_head(reader)
+        await app.gate.wait()
+        await asyncio.sleep(0.3)
+        for _ in range(app.num_sent):
+            await reader.readuntil(b"\r\n")
+            await reader.readuntil(b"\r\n")
+        assert await reader.readuntil(END) == END
 
     run(scenario)
 

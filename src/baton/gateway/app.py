@@ -115,10 +115,10 @@ class RequestOrigin:
     origins: frozenset[str]
 
     @classmethod
-    def of(cls, options: GatewayOptions) -> Self:
-        """What the operator allows; on loopback, only names of loopback besides."""
+    def of(cls, options: GatewayOptions, address: str) -> Self:
+        """What the operator allows; at an address of loopback, only names of loopback besides."""
         listed = {host.lower() for host in options.allowed_hosts}
-        hosts = frozenset(listed) if listed or is_loopback(options.host) else None
+        hosts = frozenset(listed) if listed or is_loopback(address) else None
         return cls(hosts, frozenset(options.allowed_origins))
 
     def check(self, path: str, headers: Headers) -> None:
@@ -173,11 +173,13 @@ log = logging.getLogger(__name__)
 class Access:
     """Who may ask for what. Owner: the event loop's thread.
 
+    `management_origin`: for the management listener, which has an address of its own.
     `is_managed_here`: whether `MANAGEMENT_PATHS` are answered, not by a listener of their own.
     `key`: what `OPERATOR_PATHS` need; None: nothing.
     """
 
     origin: RequestOrigin
+    management_origin: RequestOrigin
     clients: Clients
     is_managed_here: bool
     key: ManagementKey | None = None
@@ -209,7 +211,7 @@ class Access:
             PathNotFoundError: the path is for clients.
             UnauthorizedError: the management key is needed.
         """
-        self.origin.check(path, headers)
+        self.management_origin.check(path, headers)
         if path.startswith(CLIENT_PATHS):
             raise PathNotFoundError(f"{path} is not answered by the management listener")
         if self.key is not None and path.startswith(OPERATOR_PATHS):

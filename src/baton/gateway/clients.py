@@ -186,6 +186,7 @@ class Clients:
         self._num_inflight: Counter[str] = Counter()
         self._windows: dict[str, tuple[Instant, int]] = {}
         self._looked_at, self._version = clock.now(), self._stat()
+        self._failure = ""
         if path is not None:
             self._take(read_keys(path))
 
@@ -260,12 +261,15 @@ class Clients:
         version = self._stat()
         if version == self._version:
             return
-        self._version = version
         try:
             self._take(read_keys(self._path))
         except ConfigError as exc:
-            log.error("%s; the keys that were read before stay valid", exc)  # noqa: TRY400
+            # It is read again: a change of its owner or mode, for one, leaves the version.
+            if (failure := str(exc)) != self._failure:
+                log.error("%s; the keys that were read before stay valid", exc)  # noqa: TRY400
+            self._failure = failure
             return
+        self._version, self._failure = version, ""
         log.info("read %d API keys from %s", len(self._by_id), self._path)
 
     def _stat(self) -> tuple[int, int, int] | None:

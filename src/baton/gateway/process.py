@@ -284,7 +284,8 @@ async def _open_app(
                 ),
                 readiness=Readiness(workers, clock),
                 access=Access(
-                    RequestOrigin.of(options),
+                    RequestOrigin.of(options, options.host),
+                    RequestOrigin.of(options, options.management_host),
                     services.clients,
                     is_managed_here=options.is_managed_here,
                     key=key,

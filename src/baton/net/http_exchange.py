@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -33,13 +35,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResponsePath:
-    """Where a connection's responses go; `on_done` is called when one is complete."""
+    """Where a connection's responses go; `on_done` is called when one is complete.
+
+    A client that earlier responses wait for must take `min_taken_bytes` of them in each
+    `take_timeout_s`.
+    """
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     flow: FlowControl
     default_headers: list[tuple[bytes, bytes]]
     on_done: Callable[[], None]
+    min_taken_bytes: int
+    take_timeout_s: float
 
 
 class HttpExchange:
@@ -149,7 +157,7 @@ class HttpExchange:
         is_part = message.get("more_body", False)
         ends = self.response_started and not is_part
         if ends and self._flow.write_paused and not self.disconnected:
-            await self._flow.drain()
+            await (self._flow.drain() if self._is_chunked else self._drain_or_abort())
         if self.disconnected:
             return
         if self.response_complete:
@@ -181,6 +189,23 @@ class HttpExchange:
         await self._flow.drain()
 
     # Within
+
+    async def _drain_or_abort(self) -> None:
+        """Return when the client takes more, or has lost its connection since it takes too little.
+
+        For responses that are at hand as a whole: behind earlier ones that are not read, each would
+        keep its connection's place. A stream may wait for its client longer.
+        """
+        path, num_left = self._path, inf
+        while self._flow.write_paused and not self.disconnected:
+            num_before, num_left = num_left, self._transport.get_write_buffer_size()
+            if num_before - num_left < path.min_taken_bytes:
+                self._transport.abort()
+                await self._flow.drain()
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(path.take_timeout_s):
+                    await self._flow.drain()
 
     def _wake(self) -> None:
         self._has_news = True

@@ -32,7 +32,8 @@ KEEP_ALIVE_S: Final = 75
 HEADER_OVERHEAD_BYTES: Final = 4
 UNKNOWN_ADDRESS: Final = "unknown"
 CLOSE_TIMEOUT_S: Final = 30.0
-"""Of a connection that is closed, a client must take `min_body_bytes` in each of these."""
+"""Of a connection that is closed, or whose answers fill its buffer, a client must take
+`min_body_bytes` in each of these."""
 NOT_HTTP: Final = "Invalid HTTP request received."
 NO_TLS: Final = "this port speaks TLS: write https:// in place of http://"
 
@@ -60,8 +61,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_fed_bytes = 0
         self._num_body_bytes = 0
+        self._offers_upgrade = False
         self._is_in_head = self._is_in_body = self._is_ending = False
         self._refusal: tuple[Refusal, str] | None = None
         self._tls: TlsTransport | None = None
@@ -158,15 +160,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError:
             self.send_400_response(NOT_HTTP)
-        except httptools.HttpParserUpgrade:
-            self._unsupported_upgrade_warning()
+        except httptools.HttpParserUpgrade as exc:
+            self._ignore_upgrade(memoryview(data)[exc.args[0] :])
         if self.transport.is_closing():
             return
         if self._is_in_head:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > self._limits.max_head_bytes:
+            # What callbacks do not count yet, too, such as half a header. Of these bytes they have
+            # subtracted what came before the head.
+            self._num_fed_bytes += len(data)
+            if self._num_fed_bytes > self._limits.max_head_bytes:
                 self.refuse(Refusal.HEAD_TOO_LARGE, self._head_bound)
                 return
+        else:
+            self._num_fed_bytes = 0
         if self._timer is not None:
             return
         if self._is_in_body:
@@ -203,7 +209,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """See `HttpToolsProtocol`."""
         super().on_message_begin()
-        self._is_in_head = True
+        self._is_in_head, self._offers_upgrade = True, False
         self._num_head_bytes = 0
 
     def on_url(self, url: bytes) -> None:
@@ -219,11 +225,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == b"upgrade":
+            self._offers_upgrade = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """See `HttpToolsProtocol`."""
+        if self._offers_upgrade and self.parser.should_upgrade():
+            return  # `_ignore_upgrade` has the head parsed again
         self._is_in_head, self._is_in_body, self._num_body_bytes = False, True, 0
+        self._num_fed_bytes -= self._num_head_bytes
         method = self.parser.get_method().decode("ascii")
         scope = self._complete_scope(method)
         is_gateway = self._check_request(method, scope["path"])
@@ -253,13 +264,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """See `HttpToolsProtocol`."""
-        self._num_body_bytes += len(body)
+        num_bytes = len(body)
+        self._num_body_bytes += num_bytes
+        self._num_fed_bytes -= num_bytes
         exchange = self._exchange
         if exchange is not None and not exchange.response_complete:
             exchange.add_body(body)
 
     def on_message_complete(self) -> None:
         """See `HttpToolsProtocol`."""
+        if self._is_in_head:
+            return  # of a request that offers an upgrade
         self._is_in_body = False
         if self._timer is not None:
             self._stop_timer()
@@ -294,6 +309,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self._exchange is not None and not self._exchange.response_complete
 
+    def _ignore_upgrade(self, rest: memoryview) -> None:
+        """Parse the head again without its offer, then `rest`, which begins with the body.
+
+        httptools takes what follows an offer for another protocol. A server that keeps HTTP/1.1
+        reads the body as usual (RFC 9110, 7.8), or it would be taken for the next request.
+        """
+        try:
+            while self._is_in_head:  # not of CONNECT, which offers nothing
+                head = self._head_without_upgrade()
+                # The parser before reads no more, if the head has `connection: close`.
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.parser.feed_data(head)
+                try:
+                    self.parser.feed_data(rest)
+                except httptools.HttpParserUpgrade as exc:  # of the next request
+                    rest = rest[exc.args[0] :]
+                else:
+                    return
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            pass
+        self.send_400_response(NOT_HTTP)
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
     def _complete_scope(self, method: str) -> Scope:
         scope: Scope = self.scope  # type: ignore[assignment]
         url = httptools.parse_url(self.url)
@@ -321,7 +365,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _open(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         headers, on_done = self.server_state.default_headers, self.on_response_complete
-        self._path = ResponsePath(self.loop, transport, self.flow, headers, on_done)
+        self._path = ResponsePath(
+            self.loop,
+            transport,
+            self.flow,
+            headers,
+            on_done,
+            min_taken_bytes=self._limits.min_body_bytes,
+            take_timeout_s=CLOSE_TIMEOUT_S,
+        )
 
     def _start(self, exchange: HttpExchange, scope: Scope) -> None:
         self._served = exchange

@@ -294,6 +294,7 @@ class ServerTls:
     def __init__(self, certificate: Path, key: Path, clock: Clock) -> None:
         self._files, self._clock = (certificate, key), clock
         self._looked_at, self._version = clock.now(), self._versions()
+        self._failure = ""
         self._context = _make_server_context(certificate, key)
 
     @property
@@ -304,8 +305,7 @@ class ServerTls:
             self._looked_at = now
             version = self._versions()
             if version != self._version:
-                self._version = version
-                self._reload()
+                self._reload(version)
         return self._context
 
     def check_request(self, certificate: bytes | None, method: str, path: str) -> bool:
@@ -316,13 +316,17 @@ class ServerTls:
     def _versions(self) -> list[tuple[int, int, int] | None]:
         return [file_version(path) for path in self._files]
 
-    def _reload(self) -> None:
+    def _reload(self, version: list[tuple[int, int, int] | None]) -> None:
         try:
             self._context = _make_server_context(*self._files)
         except ConfigError as exc:
-            log.error("%s; the certificate before it stays in use", exc)  # noqa: TRY400
-        else:
-            log.info("tls: took a new certificate from %s", self._files[0])
+            # They are read again: a change of their owner or mode, for one, leaves the version.
+            if (failure := str(exc)) != self._failure:
+                log.error("%s; the certificate before it stays in use", exc)  # noqa: TRY400
+            self._failure = failure
+            return
+        self._version, self._failure = version, ""
+        log.info("tls: took a new certificate from %s", self._files[0])
 
 
 class TlsListener(socket.socket):

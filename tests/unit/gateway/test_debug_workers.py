@@ -89,7 +89,8 @@ def get(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    access = Access(RequestOrigin(None, frozenset()), Clients(None, ManualClock()), True)
+    origin = RequestOrigin(None, frozenset())
+    access = Access(origin, origin, Clients(None, ManualClock()), is_managed_here=True)
     links = LinkList(workers, FleetLoad())
     pages = DebugPages(None, worker_list, None, None, links, *[None] * 4)
     app = GatewayApp(None, workers, GatewayMetrics(), debug=pages, readiness=None, access=access)

@@ -123,7 +123,7 @@ class Processing:
         """A part of the body; the request is placed at its end."""
         self._body.take(len(body.body))
         self._parts.append(body.body)
-        if self._limit.is_passed(sum(map(len, self._parts))):
+        if self._limit.is_passed(self._body.num_bytes):
             raise self._limit.explain()
         if self._is_buffered or body.end_of_stream:
             return await self._place(is_end=True)
