@@ -13,6 +13,7 @@ import pickle
 import random
 import sys
 from collections import deque
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -442,13 +443,15 @@ class World:
             self.scheduler.finish_requests(self.random.choice(live), aborted)
 
     def _reset(self) -> None:
-        """Weights are replaced where vLLM has reset its caches."""
-        try:
+        """Weights are replaced where vLLM has reset its caches. Else nothing has changed."""
+        before, is_done = self.admission._adapters.last_reset, False
+        with suppress(RuntimeError):  # blocks are in use
             is_done = self.scheduler.reset_prefix_cache(
-                reset_running_requests=True, reset_connector=True
+                reset_running_requests=self.random.random() < 0.7, reset_connector=True
             )
-        except RuntimeError:  # blocks are in use
-            return
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert is_done == (pool.get_num_free_blocks() == self.num_blocks - 1)
+        assert is_done == (self.admission._adapters.last_reset != before)
         if is_done and not self._under_way:
             self.weights += 1
 
@@ -472,6 +475,8 @@ class World:
         scheduler = self.scheduler
         if scheduler.has_requests():
             planned = scheduler.schedule()
+            running = {each.request_id for each in scheduler.running}
+            assert not running & self.admission._pressure._waiting
             self._under_way.append((planned, self._execute(planned)))
             is_full = len(self._under_way) == 1 + self.is_ahead
             if not is_full and (planned.total_num_scheduled_tokens or scheduler.has_requests()):

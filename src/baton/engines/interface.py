@@ -157,9 +157,13 @@ UpdateSink: TypeAlias = Callable[[Sequence[EngineUpdate]], None]
 class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot for metrics and admission.
 
-    `num_held_blocks` are those of prompts whose decode workers have yet to pull them;
-    `held_block_s` is of all modes, up to now but for what is held still. `store_loads` None: no
-    store is ever asked.
+    Each token of a prompt counts once: as cached when the prompt is admitted, as received when it
+    has landed, or as computed when the whole prompt is. Not what is computed again: after a
+    preemption, or for a first token that did not come with the KV.
+
+    `num_held_blocks` are those of prompts whose decode workers have yet to pull them; `num_sending`
+    counts handoffs of all modes for which blocks are pinned here, `held_block_s` is of all modes,
+    too, up to now but for what is held still. `store_loads` None: no store is ever asked.
     """
 
     num_waiting: int
@@ -171,11 +175,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_quarantined_blocks: int
     num_cached_blocks: int
     num_preemptions: int
-    prompt_tokens: int
+    computed_prompt_tokens: int
     cached_prompt_tokens: int
     received_prompt_tokens: int
     output_tokens: int
     num_held_blocks: int = 0
+    num_sending: int = 0
     num_exported_blocks: int = 0
     num_imported_blocks: int = 0
     held_block_s: HeldBlockSeconds = {}

@@ -197,7 +197,7 @@ class GenerationService:
 
     async def _respond_prefill(self, job: _Job, stream: AnswerStream) -> None:
         (token, *_) = await stream.tokens()
-        job.request.trace.outcome = "prefilled"
+        job.request.trace.outcome, job.request.trace.num_output_tokens = "prefilled", 1
         kind = job.request.kind
         is_early = isinstance(kind, PrefillRequest) and kind.ticket.first_token_early
         reply = PrefillReply(
@@ -341,9 +341,10 @@ class GenerationService:
                     continue
             chunks = _push_all(answer, tokens)
             finish = chunks[-1].finish
+            trace.num_output_tokens = answer.num_tokens
             if finish is not None:
                 stream.close()  # a stop string ended it: the engine need not go on
-                trace.outcome, trace.num_output_tokens = finish, answer.num_tokens
+                trace.outcome = finish
             yield chunks
 
     def _request(

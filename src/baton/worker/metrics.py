@@ -150,8 +150,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "Prompt tokens by where their KV came from.",
         labels=["source"],
     )
-    reused = stats.cached_prompt_tokens + stats.received_prompt_tokens
-    prompt.add_metric(["computed"], max(0, stats.prompt_tokens - reused))
+    prompt.add_metric(["computed"], stats.computed_prompt_tokens)
     prompt.add_metric(["cached"], stats.cached_prompt_tokens)
     prompt.add_metric(["received"], stats.received_prompt_tokens)
     yield prompt

@@ -130,8 +130,8 @@ def _refuse(ticket: Ticket) -> NoReturn:
     raise HandoffError(f"no handoffs here, but {ticket.id.hex()} asks for one", stage="start")
 
 
-HELD_LOOK_S: Final = 0.05
-"""Polling interval: the engine sends no event when the last prompt that it holds is taken."""
+SEND_LOOK_S: Final = 0.05
+"""Polling interval: the engine sends no event when its last handoff ends."""
 
 FALLBACK_CAUSES: Final = ("computed locally",)
 """What engines write in front of the reason in `RequestSpan.fallbacks`."""
@@ -163,12 +163,15 @@ class Worker:
         self.engine.start(self.engine_client.sink, port)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for the open ones, and what is held, at most `timeout_s`."""
+        """Refuse new requests; wait for open ones, then for handoffs, at most `timeout_s` in all.
+
+        A prefill request may be answered before its KV is sent.
+        """
         until = asyncio.get_running_loop().time() + timeout_s
         await self.engine_client.drain(timeout_s)
         now = asyncio.get_running_loop().time
-        while self.engine.stats().num_held_blocks and now() < until:  # noqa: ASYNC110
-            await asyncio.sleep(HELD_LOOK_S)
+        while self.engine.stats().num_sending and now() < until:  # noqa: ASYNC110
+            await asyncio.sleep(SEND_LOOK_S)
 
     def fence(self, reason: str) -> None:
         """Give up all that is under way; what comes is refused by the fence itself."""

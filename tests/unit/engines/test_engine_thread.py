@@ -173,6 +173,28 @@ def test_a_full_queue_refuses(engine: TransformersEngine) -> None:
         full.submit(make_request("c"))
 
 
+def test_a_queue_is_full_at_the_same_length_while_a_step_is_computed() -> None:
+    engine, handoff = make_engine(max_waiting=2, max_num_seqs=1), RecordingHandoff()
+    computing, go_on = threading.Event(), threading.Event()
+
+    def start_send(_: object) -> None:
+        computing.set()
+        assert go_on.wait(WAIT_TIMEOUT_S)
+
+    handoff.start_send = start_send
+    engine.submit(make_request("runs", leg=PrefillRequest(make_ticket())))
+    engine.submit(make_request("waits"))
+    engine.start(Answers(), handoff)
+    assert computing.wait(WAIT_TIMEOUT_S)
+    try:
+        engine.submit(make_request("waits too"))
+        with pytest.raises(OverloadedError):
+            engine.submit(make_request("one too many"))
+    finally:
+        go_on.set()
+        engine.stop(WAIT_TIMEOUT_S)
+
+
 def test_a_request_cannot_be_submitted_twice_at_a_time(engine: TransformersEngine) -> None:
     answers = Answers()
     engine.submit(make_request("a"))

@@ -22,6 +22,7 @@ from baton.handoff.interface import (
 )
 from baton.telemetry.trace import Stamp
 from baton.transfer.region import view_pages
+from baton.worker.metrics import EngineCollector
 from tests.unit.engines.harness import (
     VOCAB_SIZE,
     Driver,
@@ -395,6 +396,43 @@ def test_failed_kv_waits_for_blocks_while_its_own_are_quarantined() -> None:
     assert driver.tokens("d") == colocated_answer()
 
 
+def count_by_source(driver: Driver) -> dict[str, float]:
+    families = EngineCollector(driver.loop.stats).collect()
+    samples = [sample for family in families for sample in family.samples]
+    name = "baton_worker_prompt_tokens_total"
+    return {each.labels["source"]: each.value for each in samples if each.name == name}
+
+
+def test_a_prompt_that_is_received_never_counts_as_computed() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeRequest(TICKET))
+    driver.step()
+    assert count_by_source(driver) == {"computed": 0, "cached": 0, "received": 0}
+    handoff.events = [KVLanded(TICKET.id, None)]  # its last token is computed here once more
+    driver.run()
+    assert count_by_source(driver) == {"computed": 0, "cached": 0, "received": 40}
+
+
+def test_a_prompt_whose_request_ends_while_it_waits_for_kv_does_not_count() -> None:
+    driver, _ = drive()
+    driver.submit("d", PROMPT, DecodeRequest(TICKET))
+    driver.step()
+    driver.loop.cancel("d")
+    assert count_by_source(driver) == {"computed": 0, "cached": 0, "received": 0}
+
+
+def test_a_prompt_counts_as_computed_where_no_kv_came_and_as_cached_afterwards() -> None:
+    driver, handoff = drive()
+    driver.submit("d", PROMPT, DecodeRequest(TICKET))
+    driver.step()
+    handoff.events = [KVFailed(TICKET.id, LOST), BlocksQuiescent(TICKET.id)]
+    driver.run()
+    assert count_by_source(driver) == {"computed": 40, "cached": 0, "received": 0}
+    driver.submit("again", PROMPT)
+    driver.run()
+    assert count_by_source(driver) == {"computed": 48, "cached": 32, "received": 0}
+
+
 def test_a_cancelled_decode_leg_leaves_its_blocks_in_quarantine() -> None:
     driver, handoff = drive()
     driver.submit("d", PROMPT, DecodeRequest(TICKET))
@@ -554,8 +592,10 @@ def test_an_early_first_token_does_not_wait_for_the_handoff_and_says_whether_it_
         token = SampledToken(colocated_answer()[0])
         assert driver.updates == [NewToken("p", token, 0, finish)]
         assert handoff.calls == ["start_send", "prefill_done"]
+        assert driver.loop.stats().num_sending == 1, "a worker that drains waits for it"
         handoff.events = [KVSent(TICKET.id)]
         driver.step()
+        assert driver.loop.stats().num_sending == 0
         assert len(driver.updates) == 1
         driver.check_all_blocks_are_free()
 

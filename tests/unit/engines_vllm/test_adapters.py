@@ -66,11 +66,20 @@ def test_content_counts_and_neither_name_nor_place(tmp_path: Path) -> None:
 
 def test_what_vllm_applies_of_an_adapter_counts(tmp_path: Path) -> None:
     config = make_lora  # any object with fields will do
-    fields = {"enable_moe_shared_loras": False, "enable_mixed_moe_lora_format": False}
-    every = describe_settings(config("", target_modules=None, **fields))
-    some = describe_settings(config("", target_modules=["q_proj"], **fields))
+    fields = {
+        "target_modules": None,
+        "enable_moe_shared_loras": False,
+        "enable_mixed_moe_lora_format": False,
+        "lora_dtype": "torch.bfloat16",
+    }
+    changes: tuple[dict[str, object], ...] = (
+        {},
+        {"target_modules": ["q_proj"]},
+        {"lora_dtype": "torch.float16"},
+    )
     folder = make_files(tmp_path / "a")
-    assert read_digest(folder, every) != read_digest(folder, some)
+    settings = [describe_settings(config("", **fields | each)) for each in changes]
+    assert len({read_digest(folder, each) for each in settings}) == len(changes)
 
 
 def test_files_are_not_looked_at_in_each_step_for_requests_that_wait(

@@ -375,3 +375,18 @@ def test_a_request_that_ends_after_a_reset_preempted_it_waits_no_more(admission:
     after = step(preempted={"r"})
     after.finished_req_ids.add("r")
     assert admission.step(after).occupancy is None, "none waits, as before"
+
+
+def test_a_request_that_runs_again_after_a_reset_preempted_it_waits_no_more(
+    admission: Admission,
+) -> None:
+    """vLLM's reset preempts between two steps; the next one reports it, and runs it again."""
+    admission.bind(Blocks())
+    running = request(None)
+    admission.arrived(running)
+    planned: dict[str, Any] = {"new": (("r", [1, 2, 3], 0, 9),)}
+    for preempted in (set(), {"r"}):
+        admission.count_missing(running, 0)
+        admission.allocated(running, ([1, 2, 3],), 0)
+        told = admission.step(step(**planned, preempted=preempted)).occupancy
+        assert told == (None if preempted else Occupancy(0, 10, 10, 4))

@@ -40,7 +40,7 @@ PROMPT = list(range(100, 121))
 
 
 class Pool:
-    num_gpu_blocks = 100
+    num_gpu_blocks = 51
 
     def __init__(self) -> None:
         self.blocks = list(range(100))

@@ -42,6 +42,7 @@ from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from baton.auth.ticket import HandoffMode
     from baton.handoff.interface import HandoffEvent, StreamPosition
     from baton.handoff.read_prefixes import ReadsPrefixes
 
@@ -110,15 +111,24 @@ def make_harness(
 
 
 def prompt(
-    harness: RankHarness, num_tokens: int, ends: tuple[WorkerRef, WorkerRef] = ONE_RANK
+    harness: RankHarness,
+    num_tokens: int,
+    ends: tuple[WorkerRef, WorkerRef] = ONE_RANK,
+    mode: HandoffMode = "push",
 ) -> Prompt:
-    ticket = Ticket(ID, "req-1", *ends, "push", issue(60))
+    ticket = Ticket(ID, "req-1", *ends, mode, issue(60))
     return Prompt(ticket, b"h" * 32, num_tokens, harness.clock.now())
 
 
-def offer(harness: RankHarness, num_tokens: int, stop: int, blocks: tuple[int, ...]) -> StepOrders:
+def offer(
+    harness: RankHarness,
+    num_tokens: int,
+    stop: int,
+    blocks: tuple[int, ...],
+    mode: HandoffMode = "push",
+) -> StepOrders:
     return StepOrders(
-        offers=(StartSend("r", prompt(harness, num_tokens), 0),),
+        offers=(StartSend("r", prompt(harness, num_tokens, mode=mode), 0),),
         progress=(Progress("r", 0, blocks, stop, is_last=stop == num_tokens),),
     )
 
@@ -363,6 +373,30 @@ def test_writes_that_cannot_be_recalled_stop_the_engine_for_a_while_only(
     assert harness.clock.now() - begin == pytest.approx(RELEASE_TIMEOUT_S)
     assert harness.port.cut == [ID]
     assert "still being read" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("orders", "sent"),
+    [
+        (StepOrders(preempted=("r",)), set()),
+        (StepOrders(preempted_while_held=("r",)), {"r"}),
+    ],
+)
+def test_a_store_that_hangs_does_not_stop_the_engine(
+    harness: RankHarness, caplog: pytest.LogCaptureFixture, orders: StepOrders, sent: set[str]
+) -> None:
+    """After the cut nothing is read from the blocks, whenever the store's thread goes on."""
+    run(harness, offer(harness, 7, 3, (5,), "pool"))
+    harness.port.settle_aborted = lambda: None  # type: ignore[method-assign]
+    harness.port.writes_can_be_cut = False
+    begin = harness.clock.now()
+    harness.rank.prepare(orders)
+    assert harness.clock.now() - begin == pytest.approx(WRITE_GRACE_S)
+    assert harness.port.cut == [ID]
+    assert not caplog.records
+    assert harness.rank.get_finished({"r"}, 0.0) == (sent, set())
+    harness.port.fail_send(ID, "abort")  # the store's thread goes on
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
 
 
 def test_an_idle_step_waits_only_where_something_can_happen(harness: RankHarness) -> None:

@@ -82,6 +82,18 @@ def test_the_gateway_gets_to_know_it_with_the_next_step(admission: Admission) ->
     assert admission.step(step()).occupancy is None, "it was told"
 
 
+def test_a_reset_that_vllm_has_refused_changes_nothing(admission: Admission) -> None:
+    """vLLM asks the connector also after its own has failed, where it was to preempt nothing."""
+    blocks = Blocks()
+    admission.bind(blocks)
+    blocks.num_free -= 1
+    assert not admission.reset()
+    assert admission.count_missing(request(receiving(), "d"), 0) == 9
+    blocks.num_free += 1
+    assert admission.reset()
+    assert admission.count_missing(request(receiving(), "late"), 0) == 0
+
+
 def test_handoffs_of_requests_that_wait_end(admission: Admission) -> None:
     """Their prompts have the hashes of before."""
     prefill, decode = request(sending("pull"), "p"), request(receiving(), "d")

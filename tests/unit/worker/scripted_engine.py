@@ -106,6 +106,7 @@ class ScriptedEngine:
         self.extended: list[tuple[RequestId, tuple[int, ...], bool]] = []
         self.refusal: BatonError | None = None
         self.alive = True
+        self.num_sending = 0
         self.sink: UpdateSink = lambda updates: None
 
     @property
@@ -134,7 +135,9 @@ class ScriptedEngine:
         return self.first_tokens.commit(ticket, token)
 
     def stats(self) -> EngineStats:
-        return EngineStats(1, 2, 3, 64, 40, 10, 5, 9, 1, 100, 30, 20, 50)
+        return EngineStats(
+            1, 2, 3, 64, 40, 10, 5, 9, 1, 50, 30, 20, 50, num_sending=self.num_sending
+        )
 
     def is_alive(self) -> bool:
         return self.alive

@@ -127,6 +127,9 @@ def test_a_stop_string_ends_the_engines_work_too(stream: bool) -> None:
         async with running(script) as (worker, engine, _):
             reply = await complete(worker, stream=stream, stop=["and said"])
             assert engine.cancelled == [engine.requests[0].id]
+            trace = await call(worker, "GET", f"/baton/v1/traces/{reply.headers['x-request-id']}")
+        num_tokens = len(token_ids(TEXT[: TEXT.index(" nothing")]))
+        assert trace.json()["num_output_tokens"] == num_tokens
         if stream:
             choices = [e["choices"][0] for e in reply.events()[:-1]]
         else:
@@ -193,6 +196,7 @@ def test_a_failure_in_mid_stream_is_an_event_and_then_the_end() -> None:
         assert error["error"]["code"] == "engine_failed"
         assert done == "[DONE]"
         assert trace.json()["outcome"] == "failed"
+        assert trace.json()["num_output_tokens"] == len(token_ids("She"))
 
     asyncio.run(scenario())
 
@@ -341,6 +345,20 @@ def test_drain_lets_open_requests_finish() -> None:
             await until(lambda: worker.engine_client.draining)
             engine.sink([NewToken(engine.requests[0].id, SampledToken(9), 0, FinishReason.LENGTH)])
             assert (await task).status == 200
+            await draining
+
+    asyncio.run(scenario())
+
+
+def test_drain_waits_for_kv_that_is_sent_after_its_request_was_answered() -> None:
+    async def scenario() -> None:
+        async with running() as (worker, engine, _):
+            engine.num_sending = 1
+            draining = asyncio.create_task(worker.drain(60))
+            await until(lambda: worker.engine_client.draining)
+            await asyncio.sleep(0)
+            assert not draining.done()
+            engine.num_sending = 0
             await draining
 
     asyncio.run(scenario())

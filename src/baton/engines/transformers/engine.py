@@ -90,7 +90,7 @@ class CommandQueue:
 
     @property
     def num_submissions(self) -> int:
-        """Requests that the reader has not seen yet."""
+        """Requests that the reader has not carried out yet: see `note_seen`."""
         return self._num_put - self._num_seen
 
     def put(self, command: Command) -> None:
@@ -112,8 +112,11 @@ class CommandQueue:
             while True:
                 self._take(self._queue.get_nowait())
         commands, self._taken = self._taken, []
-        self._num_seen += sum(isinstance(command, Submit) for command in commands)
         return commands
+
+    def note_seen(self) -> None:
+        """The reader has carried out one submission that it took."""
+        self._num_seen += 1
 
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until there is a command, `wake` is called, or the timeout passes."""
@@ -179,27 +182,26 @@ class TransformersEngine:
         self._failure: EngineError | None = None
         self._stats = _zero_stats(num_blocks)
         self.journal = CacheJournal()
+        self._scheduler = Scheduler(
+            BlockPool(num_blocks, self.journal.add_removed),
+            Limits(
+                max_batch_tokens=options.max_batch_tokens,
+                max_num_seqs=options.max_num_seqs,
+                min_handoff_tokens=options.min_handoff_tokens or options.block_size,
+                max_held_blocks=int(options.max_held_share * num_blocks),
+                max_kept_blocks=int(options.max_kept_share * num_blocks),
+            ),
+            layout.layers,
+            self.journal,
+        )
 
     def build_loop(self, sink: UpdateSink, handoff: HandoffPort) -> EngineLoop:
         """The loop that `start` gives a thread; tests and simulations call its `step`."""
-        options, layout = self._options, self.info.layout
-        limits = Limits(
-            max_batch_tokens=options.max_batch_tokens,
-            max_num_seqs=options.max_num_seqs,
-            min_handoff_tokens=options.min_handoff_tokens or options.block_size,
-            max_held_blocks=int(options.max_held_share * self.info.num_blocks),
-            max_kept_blocks=int(options.max_kept_share * self.info.num_blocks),
-        )
         return EngineLoop(
             info=self.info,
             runner=ModelRunner(self._model, handoff, self._clock, self.info.eos_token_ids),
             pages=self._pages,
-            scheduler=Scheduler(
-                BlockPool(self.info.num_blocks, self.journal.add_removed),
-                limits,
-                layout.layers,
-                self.journal,
-            ),
+            scheduler=self._scheduler,
             handoff=handoff,
             sink=sink,
             on_end=self._forget,
@@ -229,10 +231,9 @@ class TransformersEngine:
                 raise EngineError(str(self._failure))
             if request.id in self._live:
                 raise InvalidRequestError(f"a request {request.id} is being answered already")
-            if (
-                self._command_queue.num_submissions + self._stats.num_waiting
-                >= self._options.max_waiting
-            ):
+            # In this order: one that is being taken into the scheduler counts twice, not nowhere.
+            num_waiting = self._command_queue.num_submissions + self._scheduler.num_waiting
+            if num_waiting >= self._options.max_waiting:
                 raise OverloadedError(f"{self._options.max_waiting} requests are waiting already")
             self._live.add(request.id)
             self._command_queue.put(Submit(request))
@@ -334,6 +335,7 @@ class TransformersEngine:
             match command:
                 case Submit(request):
                     loop.submit(request)
+                    self._command_queue.note_seen()
                 case Extend(request_id, token_ids, generates):
                     loop.extend(request_id, token_ids, generates=generates)
                 case Cancel(request_id):
@@ -371,7 +373,7 @@ def _zero_stats(num_blocks: int) -> EngineStats:
         num_quarantined_blocks=0,
         num_cached_blocks=0,
         num_preemptions=0,
-        prompt_tokens=0,
+        computed_prompt_tokens=0,
         cached_prompt_tokens=0,
         received_prompt_tokens=0,
         output_tokens=0,

@@ -281,7 +281,7 @@ class EngineLoop:
         self._prefixes.observe_step(plan, self._clock.now() - began_at)
         for work, token in zip(plan.work, tokens, strict=True):
             if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:
-                self._stamp(work.sequence, Stamp.PREFILL_DONE)
+                self._note_prefilled(work.sequence)
             self._scheduler.advance(work)
             if work.sequence.is_standby and not work.sequence.num_uncomputed:
                 self._updates.add_computed(work.sequence)
@@ -468,8 +468,15 @@ class EngineLoop:
             return
         self._stamp(sequence, Stamp.ADMITTED)
         trace.num_cached_tokens = sequence.num_cached_tokens
-        self._counts.prompt += sequence.num_prompt_tokens
         self._counts.cached += sequence.num_cached_tokens
+
+    def _note_prefilled(self, sequence: Sequence) -> None:
+        trace = sequence.request.trace
+        if Stamp.PREFILL_DONE in trace.stamps:  # it was preempted since
+            return
+        self._stamp(sequence, Stamp.PREFILL_DONE)
+        num_reused = trace.num_cached_tokens + trace.num_received_tokens
+        self._counts.computed += sequence.num_prompt_tokens - num_reused
 
     def _stamp(self, sequence: Sequence, name: Stamp) -> None:
         sequence.request.trace.stamp(name, self._clock.now())

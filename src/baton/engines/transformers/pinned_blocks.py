@@ -44,6 +44,11 @@ class PinnedBlocks:
         return len(self._incoming)
 
     @property
+    def num_sending(self) -> int:
+        """Handoffs whose blocks are pinned for sending."""
+        return len(self._sending)
+
+    @property
     def sending_tickets(self) -> tuple[TicketId, ...]:
         """Tickets whose blocks are pinned for sending, the oldest first."""
         return tuple(self._sending)

@@ -143,7 +143,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without blocks, for which nothing is being loaded."""
+        """Sequences without blocks, for which nothing is being loaded. Any thread may read it."""
         return len(self._waiting) + len(self._new_prefixes) - self._stored.num_loads
 
     @property

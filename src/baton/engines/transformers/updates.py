@@ -29,9 +29,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens counted since the start."""
+    """Tokens counted since the start: see `EngineStats`."""
 
-    prompt: int = 0
+    computed: int = 0
     cached: int = 0
     received: int = 0
     output: int = 0
@@ -49,7 +49,6 @@ class UpdateQueue:
         self, sequence: Sequence, token: SampledToken, finish: FinishReason | None
     ) -> None:
         """Report a request's next token; `finish` if it is the last."""
-        sequence.request.trace.num_output_tokens += 1
         self._updates.append(
             NewToken(
                 sequence.request.id,
@@ -102,11 +101,12 @@ def make_stats(
         num_quarantined_blocks=pool.num_quarantined,
         num_cached_blocks=pool.num_cached,
         num_preemptions=scheduler.num_preemptions,
-        prompt_tokens=counts.prompt,
+        computed_prompt_tokens=counts.computed,
         cached_prompt_tokens=counts.cached,
         received_prompt_tokens=counts.received,
         output_tokens=counts.output,
         num_held_blocks=pinned_blocks.num_held_blocks,
+        num_sending=pinned_blocks.num_sending,
         held_block_s=held_s,
         store_loads=store_loads,
     )

@@ -159,4 +159,5 @@ def describe_settings(config: LoRAConfig | None) -> bytes:
         None if targets is None else sorted(targets),
         bool(config.enable_moe_shared_loras),
         bool(config.enable_mixed_moe_lora_format),
+        str(config.lora_dtype),  # weights are cast to it; vLLM has replaced "auto"
     ))

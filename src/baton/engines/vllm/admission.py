@@ -209,8 +209,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         preempted = read_preempted(output)
         is_busy = bool(output.num_scheduled_tokens)
         now = self._clock.now()
-        # A reset preempts between two steps: some have ended since, and wait no more.
-        waiting = preempted - output.finished_req_ids if preempted else preempted
+        waiting = preempted
+        if preempted:  # a reset does so between two steps: some have ended since, or run again
+            waiting = preempted.difference(output.finished_req_ids, output.num_scheduled_tokens)
         self._must_end_sends = False
         is_stalled = self._pressure.step(now, preempted=waiting, is_busy=is_busy)
         follows_some = is_busy and bool(self._schedule.followed)
@@ -237,11 +238,16 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         """Do not use KV from before with what is computed from now on: vLLM has reset its caches.
 
         It does so before weights are replaced, which it does not report. Requests that had blocks
-        were preempted, or vLLM refuses the reset.
+        were preempted.
 
-        False, and nothing is changed: vLLM may unmap its KV next, and the workers still send some
-        of requests that it preempted just now. A step ends that; then it can be asked again.
+        False, and nothing is changed:
+
+        - blocks are in use: vLLM's own reset has failed, and it asks nevertheless;
+        - vLLM may unmap its KV next, and the workers still send some of requests that it preempted
+          just now. A step ends that; then it can be asked again.
         """
+        if self._pressure.has_used_blocks:
+            return False
         if self._model.may_unmap_kv and self._schedule.is_sending:
             self._must_end_sends = True
             return False

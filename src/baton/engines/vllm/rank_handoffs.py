@@ -63,6 +63,7 @@ WRITE_GRACE_S: Final = 0.1
 """How long a step waits for writes of preempted prompts, before it cuts their connections."""
 RELEASE_TIMEOUT_S: Final = 5.0
 """The same where a posted write cannot be recalled: see `prepare`."""
+PREEMPTED: Final = "the prefill was preempted for want of KV blocks"
 MAX_REPORT_DELAY_S: Final = 0.01
 """How long launched layers wait for the end of the launch, before the agent learns of them."""
 MIN_WAIT_S: Final = 0.001
@@ -123,19 +124,23 @@ class RankHandoffs:  # noqa: PLR0904 - one for each of vLLM's hooks
         A peer that reads them is not waited for: it finds another digest than it should. Writes of
         this worker may take `WRITE_GRACE_S`; those that a stalled peer does not take are cut. Only
         transports whose posted writes cannot be recalled (RDMA) are waited for, up to
-        `RELEASE_TIMEOUT_S`: what they read later has another digest, too.
+        `RELEASE_TIMEOUT_S`: what they read later has another digest, too. In mode pool it would be
+        kept as KV of the prompt: nothing is read after the cut, and a store that hangs is not
+        waited for.
         """
         named = (*orders.preempted, *orders.preempted_while_held)
         if not named:
             return
         preempted = [send for send in map(self._sends.table.find, named) if send is not None]
         for send in preempted:
-            self._abort_all(send.live, "the prefill was preempted for want of KV blocks")
+            self._abort_all(send.live, PREEMPTED)
         began_at = self._clock.now()
         self._wait_for_ends(preempted, Instant(began_at + WRITE_GRACE_S))
         for send in preempted:
-            for ticket in send.live:
+            for ticket in tuple(send.live):
                 self._port.cut_writes(ticket)
+                if send.offer.prompt.ticket.mode == "pool":
+                    self._sends.settle(ticket, HandoffError(PREEMPTED, stage="abort"))
         self._wait_for_ends(preempted, Instant(began_at + RELEASE_TIMEOUT_S))
         for send in preempted:
             if send.live:

@@ -66,7 +66,7 @@ class RankPort(HandoffPort, Protocol):
         ...
 
     def cut_writes(self, ticket: TicketId) -> None:
-        """See `HandoffAgent.cut_writes`."""
+        """See `HandoffAgent.cut_writes`; in mode pool `StoreHandoff.cut_writes`."""
         ...
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:

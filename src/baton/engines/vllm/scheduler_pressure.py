@@ -20,6 +20,8 @@ class VllmBlockPool(CountedBlocks[object], Protocol):
     num_gpu_blocks: int
 
 
+NUM_OWN_BLOCKS: Final = 1
+"""Of vLLM's, never free: it stands for those that a window has left behind."""
 TOLERATED_PART: Final = 32
 """A report of free blocks may be wrong by this part of all blocks, while vLLM is idle."""
 
@@ -96,10 +98,9 @@ class SchedulerPressure:
             and reported.why_no_handoffs is why_no_handoffs
         ):
             return None
-        # One block is vLLM's own: it stands for those that a window has left behind.
         self._last_reported = Occupancy(
             num_waiting,
-            pool.num_gpu_blocks - 1,
+            pool.num_gpu_blocks - NUM_OWN_BLOCKS,
             num_free,
             self._block_size,
             self._max_running,
@@ -116,6 +117,14 @@ class SchedulerPressure:
         num_off = abs(pool.get_num_free_blocks() - reported.num_free_blocks)
         is_far_off = num_off * TOLERATED_PART > reported.num_blocks
         return is_far_off or reported.num_waiting != len(self._waiting)
+
+    @property
+    def has_used_blocks(self) -> bool:
+        """Whether requests or copies hold blocks of vLLM's; False while these are not known."""
+        pool = self._pool
+        if pool is None:
+            return False
+        return pool.get_num_free_blocks() < pool.num_gpu_blocks - NUM_OWN_BLOCKS
 
     def _leave(self, request: VllmRequestId) -> None:
         self._waiting.discard(request)
