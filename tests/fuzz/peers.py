@@ -163,6 +163,9 @@ class Lies:
 
     def _ranges(self) -> bytes:
         rng = self._rng
+        if rng.random() < OFTEN_RIGHT:  # by layer: others are refused
+            rows = [(layer, *sorted(rng.sample(COUNTS, 2))) for layer in range(NUM_LAYERS)]
+            return np.array(rows, "<i4").tobytes()
         rows = [
             (rng.choice((0, 1, 2, 3, -1, (1 << 31) - 1)), *sorted(rng.choices(COUNTS, k=2)))
             for _ in range(rng.choice((0, 1, 2, 6, 300)))

@@ -18,32 +18,40 @@ from baton.auth.credentials import Credentials
 from baton.auth.ticket import WorkerRef
 from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError
-from baton.handoff import agent
+from baton.handoff import agent, write_batches
 from baton.handoff.agent import HandoffAgent, ReadyLayers
 from baton.handoff.interface import (
     BlocksQuiescent,
+    HandoffEvent,
     KVFailed,
     KVLanded,
     KVSent,
     SendFailed,
 )
+from baton.handoff.write_batches import WriteBatch, WriteBatchBuilder
 from baton.ids import Epoch, WorkerId
 from baton.kv.copies import BlockTable
 from baton.telemetry.log_limit import WARNINGS
 from baton.telemetry.trace import Stamp
+from baton.testing.clocks import ManualClock
 from baton.transfer.transports.shared.transport import SharedTransport
 from tests.integration.handoff_nodes import (
     CLOCK,
     FIRST,
     NUM_LAYERS,
+    Node,
     blocks_for,
     make_handoff,
     make_layout,
     node,
 )
+from tests.integration.test_handoff_untrusted_peers import peers_of
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baton.handoff.messages import Notification, TransferOp
     from baton.transfer.interface import PagedRegion, RegionDescriptor, TransferEvent, Transport
 
 
@@ -459,3 +467,52 @@ def test_an_agent_that_can_do_nothing_any_more_ends(
             threading.Event().wait(0.01)
         decode.agent.abort(handoff.receiving.ticket.id, "calls do no harm")
     assert "the handoff agent ends: 3 steps have failed" in caplog.text
+
+
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_a_long_prompt_that_is_sent_in_one_step_loses_no_peer(
+    op: TransferOp, key: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its digests take longer than a peer may be silent, and other peers go on meanwhile."""
+    clock, digest = ManualClock(), WriteBatchBuilder.digest
+    monkeypatch.setattr(write_batches, "MAX_SEGMENTS", 1)  # a batch for each page of a layer
+    with (
+        node("p", kinds=("tcp",), key=key, clock=clock, is_stepped=True) as prefill,
+        node("d", kinds=("tcp",), key=key, clock=clock, is_stepped=True, op=op) as decode,
+        node("x", kinds=("tcp",), key=key, clock=clock, is_stepped=True) as other,
+    ):
+
+        def step(*nodes: Node) -> None:
+            for each in nodes:
+                each.agent.loop.call(int)  # or it would sleep
+                each.agent.loop.step()
+
+        def digest_slowly(
+            builder: WriteBatchBuilder, batch: WriteBatch, *, is_keyed: bool = False
+        ) -> Notification:
+            clock.advance(0.6)
+            step(decode, other)
+            return digest(builder, batch, is_keyed=is_keyed)
+
+        def step_until(condition: Callable[[], object]) -> None:
+            deadline = CLOCK.now() + 30
+            while not condition():
+                assert CLOCK.now() < deadline, "not in 30 s"
+                step(prefill, decode, other)
+                clock.advance(0.01)
+
+        other.agent.decline(make_ticket(prefill.ref, other.ref), "only to meet")
+        step_until(lambda: peers_of(prefill, "x") and peers_of(other, "p"))
+        (link,) = peers_of(other, "p")
+        prefill.scribble(1)
+        handoff = make_handoff(prefill, decode, num_tokens=48, num_ready=48, mode="pull")
+        handoff.start_send()
+        handoff.prefill_done()
+        monkeypatch.setattr(WriteBatchBuilder, "digest", digest_slowly)
+        began_at, events = clock.now(), list[HandoffEvent]()
+        handoff.start_receive()
+        step_until(lambda: events.extend(decode.agent.poll()) or events)
+        assert events == [KVLanded(handoff.sending.ticket.id, FIRST)]
+        handoff.check_bytes()
+        assert clock.now() - began_at > 1.5 * decode.agent.options.liveness_timeout_s
+        assert peers_of(other, "p") == [link]

@@ -21,8 +21,9 @@ from baton.handoff.session.actions import TransferHandle
 from baton.ids import new_ticket_id
 from baton.testing.faulty_transport import Fault, FaultPlan
 from baton.transfer.interface import TransferId, WriteCompleted
+from baton.transfer.links.choice import Backoff
 from baton.transfer.links.probes import ProbeBounds, ProbeBuffer
-from tests.integration.handoff_nodes import CLOCK, make_handoff, node
+from tests.integration.handoff_nodes import CLOCK, FIRST, make_handoff, node
 from tests.integration.test_handoff_failover import (
     BOTH,
     Tally,
@@ -223,6 +224,32 @@ def test_one_that_was_cut_is_on_trial_before_it_is_used_again(key: Credentials) 
         )
         expected, used = hand_over(prefill, decode, 3)
         assert expected == used
+
+
+def test_a_handoff_waits_for_its_only_transport_to_be_on_trial(key: Credentials) -> None:
+    with (
+        node("p", kinds=("tcp",), key=key, links=MEASURED) as prefill,
+        node("d", kinds=("tcp",), key=key, links=MEASURED) as decode,
+    ):
+        hand_over(prefill, decode)
+        second = make_handoff(prefill, decode, num_ready=101, seed=5)
+        second.start_receive()
+        second.wait_until_granted()
+        loop = prefill.agent.loop
+
+        def begin_while_it_is_attached_again() -> None:
+            (peer,) = peers_of(prefill, "d")
+            table = loop._peer_transports
+            table.penalize(peer, "tcp", "the connection broke")
+            (route,) = table.of(peer)
+            route.backoff.until = Backoff().until
+            assert table.tick() == []
+            assert route.state is PeerTransportState.ATTACHING
+            loop.sending.start_send(second.sending)
+            loop.sending.prefill_done(second.sending.ticket.id, FIRST, None, None)
+
+        loop.call(begin_while_it_is_attached_again)
+        second.check_landed()
 
 
 def test_one_that_was_cut_is_used_again_where_there_is_no_memory_to_probe_it(

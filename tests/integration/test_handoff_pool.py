@@ -6,7 +6,7 @@ import os
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -417,6 +417,50 @@ def test_an_unexpected_error_ends_neither_the_thread_nor_a_wait(tmp_path: Path) 
         decode.start_receive(ticket, make_prompt(1))
         decode.handoffs.abort(ticket.id, "the client left")
         decode.hear(BlocksQuiescent)
+
+
+class Hanging:
+    """A store whose puts wait."""
+
+    def __init__(self, inner: Tier) -> None:
+        self._inner = inner
+        self.is_putting, self.may_put = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def put_many(self, *args: Any) -> object:
+        self.is_putting.set()
+        assert self.may_put.wait(PATIENCE_S)
+        return self._inner.put_many(*args)
+
+
+def test_blocks_that_were_taken_back_while_the_store_hung_are_not_read(tmp_path: Path) -> None:
+    """What another request has written into them meanwhile is not kept as KV of the prompt."""
+    store, hanging = section(tmp_path), []
+
+    def wrap(tier: Tier) -> Tier:
+        hanging.append(Hanging(tier))
+        return hanging[0]
+
+    with node(store, 4, 1, wrap=wrap) as prefill, node(store, 6, 2) as decode:
+        ahead, cut = make_ticket(), make_ticket()
+        prompts = {ahead: make_prompt(), cut: make_prompt(1)}
+        for ticket, prompt in prompts.items():
+            prefill.start_send(ticket, prompt)
+        for layer in range(prefill.layout.num_layers):
+            prefill.handoffs.layer_ready([(each.id, IN_STORE) for each in prompts], layer)
+        assert hanging[0].is_putting.wait(PATIENCE_S)
+        prefill.handoffs.abort(cut.id, "preempted")
+        prefill.handoffs.cut_writes(cut.id)
+        for pages in prefill.pages:
+            pages[:] = 0
+        hanging[0].may_put.set()
+        prefill.hear(SendFailed)
+        decode.start_receive(cut, prompts[cut])
+        failed, _ = decode.hear(KVFailed, BlocksQuiescent)
+        assert "taken back" in str(failed.error)
+        assert not prefill.handoffs.store._guards.keys() - {ahead.id}
 
 
 def test_an_order_that_cannot_be_carried_out_is_answered(pair: tuple[Node, Node]) -> None:

@@ -13,6 +13,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.ticket import Ticket, unseal, write_unsigned
 from baton.errors import AuthenticationError
 from baton.handoff.interface import KVFailed, KVLanded
+from baton.handoff.messages import Failed, Keepalive
 from baton.ids import new_epoch
 from baton.net.tls import ClusterTls
 from baton.testing.transport_pair import Side, TransportPair
@@ -23,6 +24,7 @@ from baton.transfer.transports.tcp.transport import TcpTransport
 from tests.integration.handoff_nodes import CLOCK, Node, make_handoff, node
 from tests.integration.identities import Identities
 from tests.integration.test_handoff_failover import wait_until
+from tests.integration.test_handoff_untrusted_peers import peers_of, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.handoff.interface import HandoffEvent
+    from baton.handoff.messages import ToReceiver
+    from baton.handoff.peers import Peer
 
 TCP = ("tcp",)
 
@@ -131,6 +135,49 @@ def test_a_worker_goes_by_its_own_name(
     ):
         assert isinstance(hand_over(prefill, decode, gateway), KVFailed)
         wait_until(lambda: "worker other calls itself d" in caplog.text)
+
+
+def test_another_workers_epoch_shows_and_ends_none_of_its_handoffs(
+    identities: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A certificate proves a worker's name; its epoch is whatever its Hello contains."""
+    gateway = identities.of("gateway", "g")
+    with (
+        node("p", kinds=TCP, key=identities.of("worker", "p")) as prefill,
+        node("d", kinds=TCP, key=identities.of("worker", "d")) as decode,
+        node("x", kinds=TCP, key=identities.of("worker", "x")) as thief,
+    ):
+        table = thief.agent.loop._peers
+        table._hello = msgspec.structs.replace(table._hello, epoch=decode.epoch)
+        thief.agent.loop.call(table.dial, prefill.ref)
+        wait_until(lambda: bool(peers_of(prefill, "x") and peers_of(thief, "p")))
+        prefill.scribble(1)
+        handoff = make_handoff(prefill, decode, gateway=gateway)
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.wait_until_granted()
+        seen = {each.name: record_messages(each, monkeypatch) for each in (decode, thief)}
+        prefill.agent.report_progress([handoff.sending.ticket])
+        wait_until(lambda: any(isinstance(each, Keepalive) for each in seen["d"]))
+        say(thief, peers_of(thief, "p")[0], Failed(handoff.sending.ticket.id, "by x"))
+        assert prefill.stays_silent()
+        assert seen["x"] == []
+        handoff.compute(handoff.sending.num_tokens)
+        handoff.prefill_done()
+        handoff.check_landed()
+
+
+def record_messages(worker: Node, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What comes to its receiving side from now on."""
+    receiving, seen = worker.agent.loop.receiving, list[object]()
+    handle = receiving.handle_message
+
+    def record(peer: Peer, message: ToReceiver) -> None:
+        seen.append(message)
+        handle(peer, message)
+
+    monkeypatch.setattr(receiving, "handle_message", record)
+    return seen
 
 
 def test_a_worker_signs_no_tickets(

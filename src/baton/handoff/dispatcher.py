@@ -203,8 +203,8 @@ class HandoffDispatcher:  # noqa: PLR0904 - the engine's contract
         self.agent.abort_all(reason)
 
     def cut_writes(self, ticket: TicketId) -> None:
-        """See `HandoffAgent.cut_writes`; copies into the store end by themselves."""
-        self.agent.cut_writes(ticket)
+        """See `HandoffAgent.cut_writes`; in mode pool `StoreHandoff.cut_writes`."""
+        self._handler_of(ticket).cut_writes(ticket)
 
     def cancel_oldest_ungranted(self, tickets: Sequence[TicketId], reason: str) -> None:
         """See `HandoffPort`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -11,7 +11,14 @@ from baton.auth.ticket import Ticket, WorkerRef, is_signed, text_of, unseal
 from baton.clock import Instant
 from baton.encodings.interface import RAW
 from baton.errors import ProtocolError, TicketError
-from baton.handoff.messages import MAX_BATCH, FallbackToWrite, Grant, RenewLease, unpack_blocks
+from baton.handoff.messages import (
+    MAX_BATCH,
+    FallbackToWrite,
+    Grant,
+    Hello,
+    RenewLease,
+    unpack_blocks,
+)
 from baton.kv.copies import BlockTable
 from baton.record import Record
 
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
     from baton.ids import Epoch, TicketId, WorkerId
+
+Incarnation: TypeAlias = "tuple[WorkerId, Epoch]"
+"""Compared as a whole: a certificate proves the name of a peer, and nothing proves its epoch."""
 
 MAX_EARLY_GRANTS: Final = 4096
 MAX_EARLY_BLOCKS: Final = 1 << 23
@@ -61,7 +71,8 @@ def check_ticket(
         raise TicketError(f"{peer.name} shows another ticket than the gateway has given")
     if (ticket.prefill.worker, ticket.prefill.epoch) != (context.me.worker, context.me.epoch):
         raise TicketError(f"a ticket for another prefill worker, {ticket.prefill.worker}")
-    if ticket.decode.epoch != epoch_of(peer):
+    decode, hello = ticket.decode, peer.hello
+    if hello is None or (decode.worker, decode.epoch) != (hello.worker, hello.epoch):
         raise TicketError(f"{peer.name} used a ticket of {ticket.decode.worker}")
     return ticket
 
@@ -113,20 +124,25 @@ def check_fallback(granted: Granted, message: FallbackToWrite) -> Granted:
     return msgspec.structs.replace(granted, target=target)
 
 
-def epoch_of(peer: Peer) -> Epoch | None:
-    """The epoch of a peer, once it sent its Hello."""
-    return peer.hello.epoch if peer.hello else None
+def incarnation_of(worker: WorkerRef | Hello) -> Incarnation:
+    """The worker and its epoch, as a key."""
+    return worker.worker, worker.epoch
+
+
+def incarnation_of_peer(peer: Peer) -> Incarnation | None:
+    """That of a peer, once it sent its Hello."""
+    return incarnation_of(peer.hello) if peer.hello else None
 
 
 class EarlyGrants:
-    """Grants for requests that have not come yet, each by its ticket and the peer's epoch.
+    """Grants for requests that have not come yet, each by its ticket and the peer's incarnation.
 
     Where there are too many, the peer with the most loses its oldest: what one peer sends does not
     take the places of others.
     """
 
     def __init__(self) -> None:
-        self._grants: dict[Epoch, OrderedDict[TicketId, Granted]] = {}
+        self._grants: dict[Incarnation, OrderedDict[TicketId, Granted]] = {}
         self._num_blocks = 0
 
     def __len__(self) -> int:
@@ -134,30 +150,31 @@ class EarlyGrants:
 
     def add(self, granted: Granted) -> None:
         """Keep a grant until its request comes, its ticket expires or its peer leaves."""
-        epoch, ticket = granted.ticket.decode.epoch, granted.ticket.id
-        if ticket in self._grants.get(epoch, ()):
-            self._drop(epoch, ticket)
-        self._grants.setdefault(epoch, OrderedDict())[ticket] = granted
+        decode, ticket = granted.ticket.decode, granted.ticket.id
+        incarnation = decode.worker, decode.epoch
+        if ticket in self._grants.get(incarnation, ()):
+            self._drop(incarnation, ticket)
+        self._grants.setdefault(incarnation, OrderedDict())[ticket] = granted
         self._num_blocks += len(granted.target.blocks)
         while len(self) > MAX_EARLY_GRANTS:
             self._drop_oldest_of_most(len)
         while self._num_blocks > MAX_EARLY_BLOCKS:
             self._drop_oldest_of_most(_count_blocks)
 
-    def find(self, ticket: TicketId, epoch: Epoch | None) -> Granted | None:
-        """The grant of a peer of this epoch, whose request has not come."""
-        of_peer = None if epoch is None else self._grants.get(epoch)
+    def find(self, ticket: TicketId, decode: WorkerRef | Hello) -> Granted | None:
+        """The grant of this decode worker, whose request has not come."""
+        of_peer = self._grants.get(incarnation_of(decode))
         return None if of_peer is None else of_peer.get(ticket)
 
     def take(self, ticket: Ticket) -> Granted | None:
         """The grant for a request that came: its decode worker's."""
-        return self._drop(ticket.decode.epoch, ticket.id)
+        return self._drop((ticket.decode.worker, ticket.decode.epoch), ticket.id)
 
     def forget(self, ticket: TicketId, peer: Peer) -> None:
         """Drop the grant of a ticket, if it is this peer's."""
-        epoch = epoch_of(peer)
-        if epoch is not None:
-            self._drop(epoch, ticket)
+        incarnation = incarnation_of_peer(peer)
+        if incarnation is not None:
+            self._drop(incarnation, ticket)
 
     def forget_peer(self, peer: Peer) -> None:
         """Drop what a peer granted that is gone."""
@@ -168,25 +185,25 @@ class EarlyGrants:
         self._drop_where(lambda granted: now > granted.forget_at)
 
     def _drop_oldest_of_most(self, count: Callable[[Mapping[TicketId, Granted]], int]) -> None:
-        epoch, of_peer = max(self._grants.items(), key=lambda item: count(item[1]))
-        self._drop(epoch, next(iter(of_peer)))
+        incarnation, of_peer = max(self._grants.items(), key=lambda item: count(item[1]))
+        self._drop(incarnation, next(iter(of_peer)))
 
-    def _drop(self, epoch: Epoch, ticket: TicketId) -> Granted | None:
-        of_peer = self._grants.get(epoch)
+    def _drop(self, incarnation: Incarnation, ticket: TicketId) -> Granted | None:
+        of_peer = self._grants.get(incarnation)
         if of_peer is None:
             return None
         granted = of_peer.pop(ticket, None)
         if granted is not None:
             self._num_blocks -= len(granted.target.blocks)
         if not of_peer:
-            del self._grants[epoch]
+            del self._grants[incarnation]
         return granted
 
     def _drop_where(self, is_over: Callable[[Granted], bool]) -> None:
-        for epoch, of_peer in tuple(self._grants.items()):
+        for incarnation, of_peer in tuple(self._grants.items()):
             for ticket, granted in tuple(of_peer.items()):
                 if is_over(granted):
-                    self._drop(epoch, ticket)
+                    self._drop(incarnation, ticket)
 
 
 def _count_blocks(grants: Mapping[TicketId, Granted]) -> int:
@@ -221,7 +238,7 @@ class LeaseRenewer:
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self._queued: dict[TicketId, Ticket] = {}
-        self._next_at: dict[tuple[WorkerId, Epoch], Instant] = {}
+        self._next_at: dict[Incarnation, Instant] = {}
 
     def add(self, ticket: Ticket) -> None:
         """See `HandoffPort.renew_lease`. Dials the peer now, so that the grant need not wait."""
@@ -236,12 +253,12 @@ class LeaseRenewer:
     def peer_connected(self, peer: Peer) -> None:
         """A link is up: what waits for its peer is renewed at the next tick."""
         if peer.hello is not None:
-            self._next_at.pop((peer.hello.worker, peer.hello.epoch), None)
+            self._next_at.pop(incarnation_of(peer.hello), None)
 
     def is_queued_from(self, ticket: TicketId, peer: Peer) -> bool:
         """Whether a ticket waits here for what this peer holds."""
         queued = self._queued.get(ticket)
-        return queued is not None and queued.prefill.epoch == epoch_of(peer)
+        return queued is not None and incarnation_of(queued.prefill) == incarnation_of_peer(peer)
 
     def tick(self, reading: Iterable[Ticket]) -> None:
         """Renew what is queued, and what is being read or written, where it is time to."""
@@ -255,11 +272,9 @@ class LeaseRenewer:
     def _renew(self, ref: WorkerRef, tickets: list[TicketId], now: Instant) -> None:
         peer = self._context.peers.dial(ref)
         if peer is None or peer.hello is None:
-            self._next_at[ref.worker, ref.epoch] = Instant(now + DIAL_AGAIN_S)
+            self._next_at[incarnation_of(ref)] = Instant(now + DIAL_AGAIN_S)
             return
-        self._next_at[ref.worker, ref.epoch] = Instant(
-            now + peer.hello.lease_s / RENEWALS_PER_LEASE
-        )
+        self._next_at[incarnation_of(ref)] = Instant(now + peer.hello.lease_s / RENEWALS_PER_LEASE)
         for first in range(0, len(tickets), MAX_BATCH):
             some = tuple(tickets[first : first + MAX_BATCH])
             self._context.peers.send(peer, RenewLease(now, some))
@@ -267,11 +282,11 @@ class LeaseRenewer:
 
 def _by_prefill(
     tickets: Iterable[Ticket],
-) -> dict[tuple[WorkerId, Epoch], tuple[WorkerRef, list[TicketId]]]:
-    groups: dict[tuple[WorkerId, Epoch], tuple[WorkerRef, list[TicketId]]] = {}
+) -> dict[Incarnation, tuple[WorkerRef, list[TicketId]]]:
+    groups: dict[Incarnation, tuple[WorkerRef, list[TicketId]]] = {}
     for ticket in tickets:
         ref = ticket.prefill
-        groups.setdefault((ref.worker, ref.epoch), (ref, []))[1].append(ticket.id)
+        groups.setdefault(incarnation_of(ref), (ref, []))[1].append(ticket.id)
     return groups
 
 
@@ -288,23 +303,28 @@ class Tombstone(Record, frozen=True):
 class Tombstones:
     """Tickets that are dead. The oldest are forgotten first: a deadline still ends those.
 
-    `by` is the epoch of the peer that ended it, or that must be notified; None where unknown:
-    a message of an epoch that the ticket does not name changes nothing.
+    `by` is the peer that ended it, or that must be notified; None where unknown: a message of a
+    peer that the ticket does not name changes nothing.
     """
 
     def __init__(self) -> None:
-        self._tombstones: OrderedDict[tuple[TicketId, Epoch | None], Tombstone] = OrderedDict()
+        self._tombstones: OrderedDict[tuple[TicketId, Incarnation | None], Tombstone] = (
+            OrderedDict()
+        )
 
-    def add(self, ticket: TicketId, tombstone: Tombstone, by: Epoch | None = None) -> None:
+    def add(
+        self, ticket: TicketId, tombstone: Tombstone, by: WorkerRef | Hello | None = None
+    ) -> None:
         """Remember that a ticket is dead."""
-        self._tombstones[ticket, by] = tombstone
+        self._tombstones[ticket, None if by is None else (by.worker, by.epoch)] = tombstone
         while len(self._tombstones) > MAX_TOMBSTONES:
             self._tombstones.popitem(last=False)
 
-    def take(self, ticket: TicketId, peer: Epoch | None = None) -> Tombstone | None:
+    def take(self, ticket: TicketId, peer: WorkerRef | Hello | None = None) -> Tombstone | None:
         """The tombstone, if this ticket, whose other half is `peer`, ended; it is removed then."""
+        by = None if peer is None else (peer.worker, peer.epoch)
         own, peers = (
             self._tombstones.pop((ticket, None), None),
-            self._tombstones.pop((ticket, peer), None),
+            self._tombstones.pop((ticket, by), None),
         )
         return own or peers

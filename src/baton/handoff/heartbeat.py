@@ -16,7 +16,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Clock, Instant
-from baton.handoff.grants import epoch_of
+from baton.handoff.grants import Incarnation, incarnation_of, incarnation_of_peer
 from baton.handoff.messages import MAX_BATCH, Keepalive
 from baton.record import Record
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
-    from baton.ids import Epoch, TicketId
+    from baton.ids import TicketId
 
 
 class PendingPrefills(Record, frozen=True):
@@ -84,9 +84,8 @@ class HeartbeatPublisher:
         for peer in self._context.peers if groups else ():
             # KV goes to the side that dialed: this peer, where it is a ticket's decode worker.
             if peer.dialed is None:
-                self._publish(
-                    peer, groups.get(epoch_of(peer), ()), max(0.0, now - pending.last_progress_at)
-                )
+                tickets = groups.get(incarnation_of_peer(peer), ())
+                self._publish(peer, tickets, max(0.0, now - pending.last_progress_at))
         return pending
 
     def _publish(self, peer: Peer, tickets: tuple[TicketId, ...], idle_s: float) -> None:
@@ -94,8 +93,8 @@ class HeartbeatPublisher:
             self._context.peers.send(peer, Keepalive(idle_s, tickets[first : first + MAX_BATCH]))
 
 
-def _by_decode(prompts: Iterable[Ticket]) -> dict[Epoch | None, tuple[TicketId, ...]]:
-    groups: dict[Epoch | None, list[TicketId]] = {}
+def _by_decode(prompts: Iterable[Ticket]) -> dict[Incarnation | None, tuple[TicketId, ...]]:
+    groups: dict[Incarnation | None, list[TicketId]] = {}
     for ticket in prompts:
-        groups.setdefault(ticket.decode.epoch, []).append(ticket.id)
-    return {epoch: tuple(tickets) for epoch, tickets in groups.items()}
+        groups.setdefault(incarnation_of(ticket.decode), []).append(ticket.id)
+    return {incarnation: tuple(tickets) for incarnation, tickets in groups.items()}

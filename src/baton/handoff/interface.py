@@ -116,7 +116,8 @@ class SendOrder:
 
     `num_ready_tokens` of them are already in place in every layer (a prefix-cache hit).
     `num_cached_tokens`, if more, need not be computed, and are reported with the first layers.
-    `prompt_ids` and `adapter` as in a `ReceiveOrder`.
+    `prompt_ids` and `adapter` as in a `ReceiveOrder`. In mode pool `guard` takes the blocks back
+    before the send has ended.
     """
 
     ticket: Ticket
@@ -129,6 +130,7 @@ class SendOrder:
     prompt_ids: NDArray[np.int32] | None = None
     num_cached_tokens: int = 0
     adapter: Adapter | None = None
+    guard: BlockGuard = field(default_factory=BlockGuard)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,11 +68,11 @@ class _Period(MutableRecord):
 
 
 class _InFlight(Record, frozen=True):
-    """A transfer that was submitted, and the bytes under way with it."""
+    """A transfer that was submitted, and the bytes under way with it, if they are known."""
 
     began_at: Instant
     num_bytes: int
-    bytes_in_flight: int
+    bytes_in_flight: int | None
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +96,7 @@ class PeerTransport:
     _bulk_byte_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BULK_TRANSFERS))
     _attaching: set[RemoteId] = field(default_factory=set)
     _num_under_way: int = 0
+    _num_untimed: int = 0  # of these, those that were under way when another one failed
     _in_flight: deque[_InFlight] = field(default_factory=deque)
     _bytes_in_flight: int = 0
     _period: _Period | None = None
@@ -166,35 +167,40 @@ class PeerTransport:
 
     def submitted(self, choice: Choice, before: Instant, after: Instant) -> None:
         """A transfer was submitted, which took from `before` to `after`."""
-        period = self._period
-        if period is None:
-            period = self._period = _Period(before, after, choice.shape)
-        period.filled_at = after
-        if choice.shape.num_bytes > period.largest.num_bytes:
-            period.largest = choice.shape
-        period.num_transfers += 1
-        period.num_bytes += choice.shape.num_bytes
-        period.num_descriptors += choice.shape.num_descriptors
-        period.predicted_s += choice.predicted_s
-        self._num_under_way += 1
         num_bytes = choice.shape.num_bytes
+        if not self._num_under_way:
+            self._period = _Period(before, after, choice.shape)
+        period = self._period
+        if period is not None:
+            period.filled_at = after
+            if num_bytes > period.largest.num_bytes:
+                period.largest = choice.shape
+            period.num_transfers += 1
+            period.num_bytes += num_bytes
+            period.num_descriptors += choice.shape.num_descriptors
+            period.predicted_s += choice.predicted_s
+        self._num_under_way += 1
         self._bytes_in_flight += num_bytes
-        self._in_flight.append(_InFlight(before, num_bytes, self._bytes_in_flight))
+        bytes_in_flight = None if self._num_untimed else self._bytes_in_flight
+        self._in_flight.append(_InFlight(before, num_bytes, bytes_in_flight))
 
     def ended(self, now: Instant) -> tuple[TransferTime | None, Outcome | None]:
         """A transfer succeeded: its time, and what was carried, if it was the last one under way.
 
-        It is taken to be the oldest one, as a link completes them about in their order; its time is
-        None where another one has failed since it was submitted.
+        It is taken to be the oldest one, as a link completes them about in their order. Those that
+        were under way when one failed get no time, nor do those submitted while one of these is.
 
         A transfer is a measurement only where it was the only one under way, or where it was
         waited for longer than it was being filled (in which time this side did other work too).
         """
         self._num_under_way -= 1
+        if self._num_untimed:
+            self._num_untimed -= 1
+            return None, None
         period, transfer = self._period, None
-        if self._in_flight:
-            oldest = self._in_flight.popleft()
-            self._bytes_in_flight -= oldest.num_bytes
+        oldest = self._in_flight.popleft()
+        self._bytes_in_flight -= oldest.num_bytes
+        if oldest.bytes_in_flight is not None:
             transfer = TransferTime(
                 peer=self.peer,
                 distance=self.distance,
@@ -232,12 +238,14 @@ class PeerTransport:
     def failed(self) -> None:
         """A transfer failed: the period that it was in is no measurement."""
         self._num_under_way -= 1
-        self._period = None
         self._forget_in_flight()
 
     def _forget_in_flight(self) -> None:
+        """Which of those under way ends next is not known any more: none is a measurement."""
+        self._num_untimed = self._num_under_way
         self._in_flight.clear()
         self._bytes_in_flight = 0
+        self._period = None
 
 
 logger = logging.getLogger(__name__)
@@ -281,7 +289,7 @@ class Reachability(StrEnum):
     """Whether a peer's pages can be reached."""
 
     READY = "ready"
-    WAITING = "waiting"  # the best route is being attached
+    WAITING = "waiting"  # a route is being attached, or probed before it is used again
     NONE = "none"
 
 
@@ -365,6 +373,7 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._rule: ChoiceRule = rule
         self._preferred_op, self._probed_transports = preferred_op, probed_transports
         self._by_peer: dict[int, _PeerTransports] = {}
+        self._lost: list[PeerTransportLost] = []  # since the last `tick`
 
     def attach_preferred(self, peer: Peer) -> list[PeerTransportLost]:
         """A peer sent its Hello: attach all that will probably be used; what failed at once."""
@@ -417,8 +426,8 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         choice = known.chooser.choose(TYPICAL, known.models, hopeful)
         if choice is not None and known.peer_transports[choice.used].state is PeerTransportState.UP:
             return Reachability.READY
-        attaching = set(known.in_state(PeerTransportState.ATTACHING)) - set(avoid)
-        return Reachability.WAITING if attaching else Reachability.NONE
+        soon = known.in_state(PeerTransportState.ATTACHING, PeerTransportState.HALF_OPEN)
+        return Reachability.WAITING if set(soon) - set(avoid) else Reachability.NONE
 
     def is_up(self, peer: Peer, avoid: Collection[str] = ()) -> bool:
         """Whether something can be moved now, be it by the second best."""
@@ -488,7 +497,10 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self.observer.carried(outcome)
 
     def penalize(self, peer: Peer, kind: str, reason: str) -> None:
-        """A route did not do what it should: leave it alone for a while."""
+        """A route did not do what it should: leave it alone for a while.
+
+        Handoffs may wait for one that was not up: the next `tick` reports that it is lost.
+        """
         known = self._by_peer.get(id(peer))
         peer_transport = None if known is None else known.peer_transports.get(kind)
         if (
@@ -496,6 +508,8 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             and peer_transport is not None
             and peer_transport.state is not PeerTransportState.DOWN
         ):
+            if peer_transport.state is not PeerTransportState.UP:
+                self._lost.append(PeerTransportLost(known.peer, kind))
             self._back_off(known, peer_transport, reason)
 
     def attached(self, transport: Transport, remote: RemoteId) -> PeerTransportUp | None:
@@ -538,9 +552,10 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return PeerUnreachableError("; ".join(reasons) or "no transport is left for this handoff")
 
     def tick(self) -> list[PeerTransportLost]:
-        """Attach again what has cooled; what failed at once."""
+        """Attach again what has cooled; what failed at once, or was lost by `penalize`."""
         now = self._clock.now()
-        return [
+        penalized, self._lost = self._lost, []
+        return penalized + [
             lost
             for known in self._by_peer.values()
             for peer_transport in known.peer_transports.values()

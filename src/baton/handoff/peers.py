@@ -305,6 +305,7 @@ class PeerTable:
         self._accepts_at: Instant | None = None  # set while accepting is paused
         self._log = LimitedLog(logger, clock)
         self._num_readings = credentials.number
+        self._ticked_at = clock.now()
 
     @property
     def epoch(self) -> Epoch:
@@ -392,7 +393,10 @@ class PeerTable:
                 self._update_interest(peer)
 
     def tick(self) -> list[PeerEvent]:
-        """Ping, and give up on peers that were silent for too long."""
+        """Ping, and give up on peers that were silent for too long before the last call.
+
+        What came until then has been read: what came since may not have, if a step took long.
+        """
         now = self._clock.now()
         if self._accepts_at is not None and now >= self._accepts_at:
             self._resume_accepting()
@@ -402,14 +406,25 @@ class PeerTable:
                 self._drop(peer, PeerLostError(text))
         self._drop_revoked()
         for peer in self:
-            silent_s = now - peer.link.received_at
+            silent_s = self._ticked_at - peer.link.received_at
             limit_s = self._liveness_timeout_s if peer.hello else AUTHENTICATION_TIMEOUT_S
             if silent_s > limit_s:
                 self._drop(peer, PeerLostError(f"{peer.name} was silent for {silent_s:.1f} s"))
-            elif peer.hello and now - peer.pinged_at > self._liveness_timeout_s / 4:
-                self._ping(peer)
+        self._ticked_at = now
+        self._ping_where_due(now)
         ended, self._ended = self._ended, []
         return list(ended)
+
+    def keep_alive(self) -> None:
+        """Ping and flush, where the last `tick` was long ago.
+
+        Called within steps that may take seconds: peers would take this worker for lost. A link
+        that breaks over it is reported by the next `tick`.
+        """
+        now = self._clock.now()
+        if now - self._ticked_at > self._liveness_timeout_s / 4:
+            self._ping_where_due(now)
+            self.flush()
 
     def _drop_revoked(self) -> None:
         number = self._credentials.number
@@ -542,6 +557,11 @@ class PeerTable:
         # Before anything else is sent: the answer then comes before the first stamps to be shifted.
         self._ping(peer)
         return [PeerUp(peer)]
+
+    def _ping_where_due(self, now: Instant) -> None:
+        for peer in self:
+            if peer.hello and now - peer.pinged_at > self._liveness_timeout_s / 4:
+                self._ping(peer)
 
     def _ping(self, peer: Peer) -> None:
         peer.pinged_at = self._clock.now()

@@ -18,7 +18,8 @@ from baton.handoff.grants import (
     check_fallback,
     check_grant,
     check_ticket,
-    epoch_of,
+    incarnation_of,
+    incarnation_of_peer,
     is_confirmed,
 )
 from baton.handoff.interface import DECLINED_STAGE, KVExported, SendFailed
@@ -130,7 +131,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             lease_s=context.lease_s,
         )
         outgoing = self._outgoing[session.ticket] = OutgoingHandoff(session, now)
-        tombstone = self._tombstones.take(session.ticket, order.ticket.decode.epoch)
+        tombstone = self._tombstones.take(session.ticket, order.ticket.decode)
         if tombstone is not None:
             self._perform(outgoing, session.peer_failed(tombstone.reason, stage=tombstone.stage))
             return
@@ -360,7 +361,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if outgoing is not None:
             self._take_grant(outgoing, granted)
             return
-        tombstone = self._tombstones.take(granted.ticket.id, granted.ticket.decode.epoch)
+        tombstone = self._tombstones.take(granted.ticket.id, granted.ticket.decode)
         if tombstone is not None:
             self._context.peers.send(peer, Failed(granted.ticket.id, tombstone.reason))
             return
@@ -520,8 +521,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         outgoing = self._outgoing.get(ticket)
         if outgoing is None:
             self._early.forget(ticket, peer)
-            self._tombstones.add(ticket, Tombstone(reason, stage), by=epoch_of(peer))
-        elif outgoing.session.order.ticket.decode.epoch == epoch_of(peer):
+            self._tombstones.add(ticket, Tombstone(reason, stage), by=peer.hello)
+        elif incarnation_of(outgoing.session.order.ticket.decode) == incarnation_of_peer(peer):
             self._perform(outgoing, outgoing.session.peer_failed(reason, stage=stage))
 
     def _perform(self, outgoing: OutgoingHandoff, actions: list[SendAction]) -> None:
@@ -602,6 +603,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 self._perform(outgoing, submitted)
                 if session.phase not in _WRITING:
                     return
+                self._context.peers.keep_alive()  # digests of a long prompt take seconds
         except BatonError as exc:
             self._perform(outgoing, session.fail(str(exc), stage="submit"))
 
@@ -614,6 +616,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             for message in announce(action, outgoing, self._read_scopes):
                 self._context.peers.send(granted.peer, message)
                 self._perform(outgoing, session.announced(message.layers, message.stop))
+                self._context.peers.keep_alive()  # digests of a long prompt take seconds
         except BatonError as exc:
             self._perform(outgoing, session.fail(str(exc), stage="announce"))
 
@@ -643,9 +646,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._context.peers.send(outgoing.granted.peer, message)
         elif isinstance(message, Failed):
             ticket = outgoing.session.order.ticket
-            self._tombstones.add(
-                ticket.id, Tombstone(message.reason, "prefill"), by=ticket.decode.epoch
-            )
+            self._tombstones.add(ticket.id, Tombstone(message.reason, "prefill"), by=ticket.decode)
 
     def _take_write(
         self, handle: TransferHandle
@@ -687,14 +688,15 @@ def answer_renewal(
     for ticket in message.tickets:
         known = outgoing.get(ticket)
         if known is not None:
-            is_its_own = known.session.order.ticket.decode.epoch == epoch_of(peer)
+            decode = known.session.order.ticket.decode
+            is_its_own = incarnation_of(decode) == incarnation_of_peer(peer)
             if is_its_own and known.session.renew(now):
                 held.append(ticket)
             continue
-        if early.find(ticket, epoch_of(peer)) is not None:
+        if peer.hello is not None and early.find(ticket, peer.hello) is not None:
             held.append(ticket)
             continue
-        tombstone = dead.take(ticket, epoch_of(peer))
+        tombstone = dead.take(ticket, peer.hello)
         if tombstone is not None:
             context.peers.send(peer, Failed(ticket, tombstone.reason))
     context.peers.send(peer, LeaseRenewed(message.at, tuple(held)))

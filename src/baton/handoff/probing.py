@@ -98,6 +98,11 @@ class _ProbeRun:
         return self.peer_transport.direction == "push"
 
     @property
+    def is_half_open(self) -> bool:
+        """Whether the link failed before, and is used again only if the probes are right."""
+        return self.peer_transport.state is PeerTransportState.HALF_OPEN
+
+    @property
     def is_in_flight(self) -> bool:
         return self.posted_at is not None
 
@@ -151,14 +156,17 @@ class LinkProber:
             self._done.discard(key)
 
     def step(self, *, num_handoffs: int, is_moving: bool) -> PeerTransportUp | None:
-        """Make the next probe, unless a handoff waits; what was found out, at the end of one."""
+        """Make the next probe, unless a handoff waits; what was found out, at the end of one.
+
+        A half-open link is probed though data is moving: handoffs may wait for it.
+        """
         run = self.active
         if run is not None and self._peer_transports.now() > run.deadline:
             return self._time_out(run)
-        if is_moving:
+        if is_moving and run is not None and not run.is_half_open:
             return None
         if run is None:
-            run = self._begin_next(num_handoffs)
+            run = self._begin_next(num_handoffs, is_moving=is_moving)
         if run is None or run.is_in_flight or not self._is_ready(run):
             return None
         probe = run.series.next()
@@ -201,14 +209,14 @@ class LinkProber:
                 return False
         return True
 
-    def _begin_next(self, num_handoffs: int) -> _ProbeRun | None:
+    def _begin_next(self, num_handoffs: int, *, is_moving: bool) -> _ProbeRun | None:
         now = self._peer_transports.now()
         for key, waiting in tuple(self.waiting.items()):
             peer_transport = waiting.peer_transport
             half_open = peer_transport.state is PeerTransportState.HALF_OPEN
             waited_s = now - waiting.since
             least_s = MAX_WAIT_FOR_IDLE_S if num_handoffs else 0.0
-            if waited_s < least_s and not half_open:
+            if (is_moving or waited_s < least_s) and not half_open:
                 continue
             del self.waiting[key]
             self._done.add(key)
@@ -233,6 +241,8 @@ class LinkProber:
             logger.info(
                 "handoff: %s is not measured over %s: %s", peer.name, peer_transport.kind, exc
             )
+            if half_open:
+                self._peer_transports.penalize(peer, peer_transport.kind, str(exc))
             return None
         self.active = _ProbeRun(
             peer, peer_transport, series, remote, self._deadline(), new_ticket_id()
@@ -306,10 +316,9 @@ class LinkProber:
 
     def _time_out(self, run: _ProbeRun) -> PeerTransportUp | None:
         """The peer does not answer, or handoffs leave no room between their transfers."""
-        half_open = run.peer_transport.state is PeerTransportState.HALF_OPEN
-        if len(run.series.samples) > 1 and not half_open:
+        if len(run.series.samples) > 1 and not run.is_half_open:
             return self._conclude(run)
-        if run.is_in_flight or (half_open and not run.is_attached):
+        if run.is_in_flight or (run.is_half_open and not run.is_attached):
             self._abandon(run, "no answer to a probe")
         else:
             self._end(run)
@@ -321,7 +330,7 @@ class LinkProber:
         self._end(run)
         kind = run.peer_transport.kind
         logger.info("handoff: %s is not measured over %s: %s", run.peer.name, kind, reason)
-        if is_wrong or run.peer_transport.state is PeerTransportState.HALF_OPEN:
+        if is_wrong or run.is_half_open:
             self._peer_transports.penalize(run.peer, kind, reason)
         else:
             self._wait_again(run, PROBE_AGAIN_S)

@@ -56,16 +56,20 @@ def pack_ranges(token_ranges: Sequence[LayerTokenRange]) -> bytes:
 
 
 def unpack_ranges(packed: bytes) -> list[LayerTokenRange]:
-    """The inverse of `pack_ranges`.
+    """The inverse of `pack_ranges`, of ranges by layer and token: a peer repeats none.
 
     Raises:
-        ProtocolError: not a list of ranges, or an empty or negative one.
+        ProtocolError: not a list of ranges, an empty or negative one, out of order, or overlapping.
     """
     if len(packed) % 12:
         raise ProtocolError(f"{len(packed)} bytes are not a list of ranges")
     rows = np.frombuffer(packed, dtype="<i4").reshape(-1, 3)
     if (rows < 0).any() or (rows[:, 1] >= rows[:, 2]).any():
         raise ProtocolError("a range that is none")
+    before, after = rows[:-1], rows[1:]
+    is_later = (before[:, 0] == after[:, 0]) & (before[:, 2] <= after[:, 1])
+    if not (is_later | (before[:, 0] < after[:, 0])).all():
+        raise ProtocolError("ranges that overlap, or are not by layer and token")
     return [LayerTokenRange(*row) for row in rows.tolist()]
 
 

@@ -51,10 +51,10 @@ from baton.handoff.session.actions import (
 )
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
-from baton.ids import Epoch, TicketId
+from baton.ids import Epoch, TicketId, WorkerId
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
-BORROWER, LENDER = Epoch("ed"), Epoch("ep")
+BORROWER, LENDER = (WorkerId("d"), Epoch("ed")), Epoch("ep")
 NUM_TOKENS = 24
 NUM_BLOCKS = 3
 DEADLINE = Instant(100.0)

@@ -50,7 +50,7 @@ class PatienceWorld(RuleBasedStateMachine):
         self.now = 0.0
         self.here, self.there = OffsetClock(self, offset), OffsetClock(self, 0.0)
         self.ticket = make_ticket()
-        decode = SimpleNamespace(dialed=None, hello=SimpleNamespace(epoch="ed"))
+        decode = SimpleNamespace(dialed=None, hello=SimpleNamespace(worker="d", epoch="ed"))
         context = SimpleNamespace(clock=self.there, timeout_s=TIMEOUT_S, peers=self)
         self.links = [decode]
         self.heartbeat = EngineHeartbeat(self.there)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.engines.transformers.pinned_blocks import SharedBlocks
-from baton.handoff.grants import epoch_of
+from baton.handoff.grants import incarnation_of_peer
 from baton.handoff.reference.exports import ExportTable, SharedBlockExporter
 from baton.handoff.reference.imports import ImportTable
 
@@ -19,7 +19,7 @@ def loans_end_with_links(patch: pytest.MonkeyPatch) -> None:
     """A broken link is taken for the borrower's end."""
 
     def peer_gone(self, peer):
-        importer = epoch_of(peer)
+        importer = incarnation_of_peer(peer)
         if importer is not None:
             self._end(self.table.importer_died(importer))
 

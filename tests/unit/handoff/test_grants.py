@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -26,6 +28,8 @@ from tests.unit.handoff.orders import PROMPT_HASH, make_ticket
 
 DECODE = WorkerRef(WorkerId("d"), Epoch("ed"), "127.0.0.1:2")
 OTHER = WorkerRef(WorkerId("x"), Epoch("ex"), "127.0.0.1:3")
+THIEF = WorkerRef(WorkerId("x"), DECODE.epoch, "127.0.0.1:3")
+"""Under its own name, with another worker's epoch."""
 NO_BLOCKS = BlockTable(0, np.empty(0, np.int64))
 
 
@@ -84,11 +88,13 @@ def test_few_grants_of_many_pages_are_bounded_too():
     assert len(early) == 4
 
 
-def test_a_peer_replaces_no_grant_of_another_by_its_id():
+@pytest.mark.parametrize("other", [OTHER, THIEF])
+def test_a_peer_replaces_no_grant_of_another_by_its_id(other: WorkerRef):
     early = EarlyGrants()
     honest = granted_by(object())
     early.add(honest)
-    early.add(granted_by(object(), OTHER, honest.ticket.id))
+    early.add(granted_by(object(), other, honest.ticket.id))
+    early.forget(honest.ticket.id, SimpleNamespace(hello=other))  # type: ignore[arg-type]
     assert early.take(honest.ticket) is honest
 
 
@@ -112,6 +118,14 @@ def test_a_ticket_without_a_signature_counts_as_the_text_that_the_gateway_gave()
     made_up = write_unsigned(msgspec.structs.replace(ticket, request_id="another"))
     with pytest.raises(TicketError, match="another ticket than the gateway"):
         check(made_up, known)
+
+
+def test_a_ticket_is_of_a_name_and_an_epoch(monkeypatch: pytest.MonkeyPatch):
+    sealed = seal(make_ticket(), Asked.credentials)
+    assert check(sealed).decode == DECODE
+    monkeypatch.setattr(Asked, "hello", THIEF)
+    with pytest.raises(TicketError, match="used a ticket of d"):
+        check(sealed)
 
 
 def test_a_grant_under_a_ticket_that_a_peer_made_up_is_not_confirmed_by_its_request():

@@ -16,12 +16,12 @@ from tests.unit.handoff.orders import make_ticket
 
 
 class Told:
-    """Stands where a context does: three links, and what is said over them."""
+    """Stands where a context does: four links, and what is said over them."""
 
     def __init__(self, timeout_s: float = 60.0) -> None:
         self.clock, self.timeout_s = ManualClock(), timeout_s
         self.peers, self.said = self, []
-        self.links = [link("ed"), link("other"), link("ed", dialed=True)]
+        self.links = [link("ed"), link("other"), link("ed", dialed=True), link("ed", worker="x")]
 
     def __iter__(self) -> object:
         return iter(self.links)
@@ -30,8 +30,8 @@ class Told:
         self.said.append((self.links.index(peer), message))
 
 
-def link(epoch: str, *, dialed: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(hello=SimpleNamespace(epoch=epoch), dialed=dialed or None)
+def link(epoch: str, *, worker: str = "d", dialed: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(hello=SimpleNamespace(worker=worker, epoch=epoch), dialed=dialed or None)
 
 
 def ticket_for(epoch: str) -> Ticket:

@@ -260,8 +260,18 @@ def test_a_probes_notice_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "rows", [[(0, 4, 4)], [(0, 5, 4)], [(-1, 0, 4)], [(0, -1, 4)]]
-)  # fmt: skip
+    "rows",
+    [
+        [(0, 4, 4)],
+        [(0, 5, 4)],
+        [(-1, 0, 4)],
+        [(0, -1, 4)],
+        [(0, 0, 4), (0, 0, 4)],
+        [(0, 0, 4), (0, 3, 9)],
+        [(0, 4, 9), (0, 0, 4)],
+        [(1, 0, 4), (0, 4, 9)],
+    ],
+)
 def test_ranges_that_are_none_are_refused(rows: list[tuple[int, int, int]]) -> None:
     with pytest.raises(ProtocolError):
         unpack_ranges(np.array(rows, dtype="<i4").tobytes())

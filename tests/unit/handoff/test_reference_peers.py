@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from baton.auth.ticket import WorkerRef
 from baton.clock import Instant
-from baton.handoff.interface import ExportReleased
-from baton.handoff.messages import Release
+from baton.handoff.interface import ExportReleased, ImportRevoked
+from baton.handoff.messages import Release, ReleaseAck, Revoke
+from baton.handoff.peer_transports import Reachability
 from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.reference.exports import SharedBlockExporter
 from baton.handoff.reference.imports import ImportTable, SharedBlockImporter, _Exporter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from baton.ids import TicketId
 
 IMPORTER, EXPORTER = Epoch("i" * 32), Epoch("e" * 32)
+REF = WorkerRef(WorkerId("p"), EXPORTER, "127.0.0.1:1")
 LAYOUT = KVLayout.gqa(2, 2, 8, block_size=16, dtype="float32")
 
 
@@ -44,9 +46,10 @@ class OneReader:
         return os.pidfd_open(self._pid)
 
 
-def peer_of(epoch: Epoch, dialed: WorkerRef | None = None) -> Any:
+def peer_of(epoch: Epoch, dialed: WorkerRef | None = None, worker: str = "d") -> Any:
     return SimpleNamespace(
-        hello=SimpleNamespace(epoch=epoch),
+        hello=dialed or WorkerRef(WorkerId(worker), epoch, ""),
+        name=dialed.worker if dialed else worker,
         dialed=dialed,
         negotiated=SimpleNamespace(theirs=SimpleNamespace(layout=LAYOUT)),
     )
@@ -66,7 +69,7 @@ def exporter_to(
         views=(view,),
         view_to=lambda peer: view,
         transports=(OneReader(process.pid),),
-        peers=NoPeers(),
+        peers=Peers(),
         clock=ManualClock(),
         emit=events.append,
     )
@@ -77,11 +80,14 @@ def exporter_to(
         exporter.close()
 
 
-class NoPeers(list[Any]):
-    """None is linked: what is sent goes nowhere."""
+class Peers(list[Any]):
+    """Those that are linked, and what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[object, object]] = []
 
     def send(self, peer: object, message: object) -> None:
-        del peer, message
+        self.sent.append((peer, message))
 
 
 def reserve(exporter: SharedBlockExporter) -> TicketId:
@@ -127,10 +133,10 @@ def test_a_release_that_was_lost_with_a_link_goes_over_the_one_that_replaced_it(
     peers = SimpleNamespace(send=lambda peer, message: sent.append((peer, message)))
     context = SimpleNamespace(peers=peers, clock=ManualClock(), views=())
     importer = SharedBlockImporter(cast("AgentContext", context), ImportTable())
-    ref, ticket = WorkerRef(WorkerId("p"), EXPORTER, "127.0.0.1:1"), new_ticket_id()
-    first, second = peer_of(EXPORTER, ref), peer_of(EXPORTER, ref)
+    ticket = new_ticket_id()
+    first, second = peer_of(EXPORTER, REF), peer_of(EXPORTER, REF)
     nothing = cast("Any", None)
-    importer._exporters[EXPORTER] = _Exporter(ref, nothing, nothing, nothing, first)
+    importer._exporters[EXPORTER] = _Exporter(REF, nothing, nothing, nothing, first)
     importer.queue_release(ticket, EXPORTER)
     importer.peer_up(second)
     importer.peer_gone(first)
@@ -146,6 +152,52 @@ def test_releases_of_what_was_exported_leave_no_tombstones() -> None:
         sender = PrefillSender(exporter._context, exporter, cast("Any", None))
         sender.handle_message(cast("Peer", peer_of(IMPORTER)), Release((exported, unknown)))
         assert events == [ExportReleased(exported)]
-        assert sender._tombstones.take(exported, IMPORTER) is None
-        assert sender._tombstones.take(unknown, IMPORTER) is not None
+        importer = peer_of(IMPORTER).hello
+        assert sender._tombstones.take(exported, importer) is None
+        assert sender._tombstones.take(unknown, importer) is not None
         process.kill()
+
+
+def test_another_workers_epoch_releases_none_of_its_exports() -> None:
+    """A certificate proves a worker's name; its epoch is whatever its Hello contains."""
+    with subprocess.Popen(["sleep", "60"]) as process, exporter_to(process) as (exporter, events):
+        ticket, peers = reserve(exporter), cast("Peers", exporter._context.peers)
+        thief, importer = peer_of(IMPORTER, worker="x"), peer_of(IMPORTER)
+        peers += [thief, importer]
+        exporter.export(ticket, Instant(0.0))
+        exporter.tick()
+        assert peers.sent == [(importer, Revoke((ticket,)))]
+        sender = PrefillSender(exporter._context, exporter, cast("Any", None))
+        sender.handle_message(thief, Release((ticket,)))
+        assert events == []
+        sender.handle_message(importer, Release((ticket,)))
+        assert events == [ExportReleased(ticket)]
+        process.kill()
+
+
+def test_only_the_exporter_itself_revokes_and_acknowledges() -> None:
+    """Not a peer that dialed, nor another worker whose tickets name the same epoch."""
+    events: list[Any] = []
+    context = SimpleNamespace(
+        peers=Peers(), clock=ManualClock(), views=(), emit=events.append, view_to=lambda peer: None
+    )
+    importer = SharedBlockImporter(cast("AgentContext", context), ImportTable())
+    other = peer_of(EXPORTER, WorkerRef(WorkerId("x"), EXPORTER, "127.0.0.1:3"))
+    peer, dialer = peer_of(EXPORTER, REF), peer_of(EXPORTER, worker="p")
+    nothing = cast("Any", None)
+    importer._exporters[EXPORTER] = _Exporter(REF, nothing, nothing, nothing, peer)
+    held, released = new_ticket_id(), new_ticket_id()
+    importer.table.add(held, EXPORTER)
+    importer.queue_release(released, EXPORTER)
+    for stranger in (other, dialer):
+        importer.peer_up(stranger)
+        importer.handle_message(stranger, Revoke((held,)))
+        importer.handle_message(stranger, ReleaseAck((released,)))
+    assert events == []
+    assert importer.table.has_pending(EXPORTER)
+    assert importer.reach(other) is Reachability.NONE
+    assert importer.explain(other) == "another worker has the epoch of x"
+    importer.handle_message(peer, Revoke((held,)))
+    importer.handle_message(peer, ReleaseAck((released,)))
+    assert events == [ImportRevoked(held)]
+    assert not importer.table.has_pending(EXPORTER)

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from baton.clock import Instant
+from baton.errors import ProtocolError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.messages import (
     Failed,
@@ -18,6 +19,7 @@ from baton.handoff.session.actions import (
     AnnounceReadable,
     Emit,
     GatherPages,
+    SendAction,
     SendFinished,
     SendMessage,
     TransferHandle,
@@ -218,6 +220,32 @@ def test_a_reader_that_gives_up_is_written_to() -> None:
     assert session.fall_back_to_write(message) == []
     assert session.excluded == {"shared"}
     assert session.layers_ready([0], 9) == [WriteLayers(0, 6, 9)]
+
+
+def test_more_ranges_than_can_be_missing_are_refused() -> None:
+    session = make_read_session()
+    session.begin(1)
+    session.layers_ready([0, 1], 9)
+    session.announced(range(2), 9)
+
+    def ask(*stops: int) -> list[SendAction]:
+        ranges = pack_ranges([LayerTokenRange(0, stop - 1, stop) for stop in stops])
+        return session.fall_back_to_write(FallbackToWrite(session.ticket, (), 0, b"", ranges))
+
+    with pytest.raises(ProtocolError):
+        ask(1, 3, 5, 7, 9)
+    assert not session.is_written
+    assert len(ask(1, 3, 5, 7)) == 4, "one of each layer, and one more for each that was sent"
+
+
+def test_what_is_asked_for_many_times_is_written_once() -> None:
+    session = make_written_session()
+    session.ended(TransferHandle("shared", TransferId(1)))
+    session.fail_over("shared")
+    again = LayerTokenRange(0, 0, 9)
+    with pytest.raises(ProtocolError):
+        session.retransmit(missing(session, "shared", again, again))
+    assert session.retransmit(missing(session, "shared", again)) == [WriteLayers(0, 0, 9)]
 
 
 def test_a_long_reason_is_one_that_the_peer_can_read() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from baton.auth.ticket import WorkerRef
 from baton.handoff.grants import MAX_TOMBSTONES, Tombstone, Tombstones
-from baton.ids import Epoch, new_ticket_id
+from baton.ids import Epoch, WorkerId, new_ticket_id
 
-LIFE, OTHER = Epoch("a" * 32), Epoch("b" * 32)
+LIFE, OTHER = (WorkerRef(WorkerId("d"), Epoch(digit * 32), "127.0.0.1:2") for digit in "ab")
+THIEF = WorkerRef(WorkerId("x"), LIFE.epoch, "127.0.0.1:3")
 TOMBSTONE = Tombstone("it failed", "decode")
 
 
 def test_what_another_life_says_of_a_ticket_changes_nothing() -> None:
     tombstones, ticket = Tombstones(), new_ticket_id()
-    tombstones.add(ticket, TOMBSTONE, by=OTHER)
+    for stranger in (OTHER, THIEF):
+        tombstones.add(ticket, TOMBSTONE, by=stranger)
     assert tombstones.take(ticket, LIFE) is None
     tombstones.add(ticket, TOMBSTONE, by=LIFE)
     tombstones.add(ticket, Tombstone("forged", "decode"), by=OTHER)

@@ -5,7 +5,8 @@
 
 It works on one batch of one handoff after the other, so that a long prompt delays no other for
 long, and looks for awaited entries every few milliseconds. Blocks are read and written here alone:
-after the event that ends a handoff, no thread accesses its blocks.
+after the event that ends a handoff, no thread accesses its blocks. A store that hangs delays that
+event: `cut_writes` takes the blocks of a send back before.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from baton.auth.ticket import Ticket
     from baton.clock import Clock
+    from baton.handoff.block_guard import BlockGuard
     from baton.handoff.heartbeat import PendingPrefills
     from baton.handoff.interface import (
         HandoffEvent,
@@ -58,7 +60,7 @@ NO_PROMPT_IDS: Final = "the order does not name its prompt's tokens"
 
 
 class StoreHandoff:
-    """Thread-safe: every call only queues. Closes the store at its end."""
+    """Thread-safe: every call but `cut_writes` only queues. Closes the store at its end."""
 
     def __init__(
         self,
@@ -84,6 +86,9 @@ class StoreHandoff:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.prefixes = StoredPrefixes(access, fingerprint, clock, self._commands.put)
         self._writes: dict[TicketId, StoreWrite] = {}
+        self._guards: dict[TicketId, BlockGuard] = {}
+        """Of sends that have not ended, queued ones too. The engine's thread adds, the pool's
+        removes."""
         self._reads: dict[TicketId, StoreRead] = {}
         self._tombstones = Tombstones()
         self._is_stopping = False
@@ -117,6 +122,7 @@ class StoreHandoff:
 
     def start_send(self, order: SendOrder) -> None:
         """See `HandoffPort.start_send`."""
+        self._guards[order.ticket.id] = order.guard
         self._commands.put(partial(self._start_send, order))
 
     def report_progress(self, prompts: Sequence[Ticket]) -> None:
@@ -143,6 +149,15 @@ class StoreHandoff:
     def abort(self, ticket: TicketId, reason: str) -> None:
         """See `HandoffPort.abort`."""
         self._commands.put(partial(self._abort, ticket, reason))
+
+    def cut_writes(self, ticket: TicketId) -> None:
+        """When this returns, a send's blocks are read no more, though `SendFailed` may come late.
+
+        Waits for a copy in memory at most, whatever the store does.
+        """
+        guard = self._guards.get(ticket)
+        if guard is not None:
+            guard.revoke()
 
     def abort_from_peer(self, ticket: TicketId, reason: str) -> None:
         """The gateway reports that this ticket's other half failed."""
@@ -216,7 +231,7 @@ class StoreHandoff:
             self._fail_write(ticket, str(exc), "store")
             return False
         if store_write.is_done:
-            del self._writes[ticket]
+            self._end_write(ticket)
             self._writer.complete(store_write)
         elif self._clock.now() >= store_write.deadline:
             self._fail_write(ticket, "the deadline passed before prefill was done", "store")
@@ -331,9 +346,13 @@ class StoreHandoff:
             self._tombstones.add(ticket, tombstone)
 
     def _fail_write(self, ticket: TicketId, reason: str, stage: str) -> None:
-        store_write = self._writes.pop(ticket, None)
+        store_write = self._end_write(ticket)
         if store_write is not None:
             self._writer.fail(store_write, reason, stage)
+
+    def _end_write(self, ticket: TicketId) -> StoreWrite | None:
+        self._guards.pop(ticket, None)
+        return self._writes.pop(ticket, None)
 
     def _deadline(self, order: ReceiveOrder | SendOrder) -> Instant:
         return Instant(min(order.deadline, self._clock.now() + self._timeout_s))

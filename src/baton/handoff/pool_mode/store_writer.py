@@ -17,17 +17,16 @@ from baton.errors import HandoffError, StoreError
 from baton.handoff.interface import KVSent, SendFailed
 from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
 from baton.handoff.pool_mode.store_access import StoreAccess, find_pieces, note_store_encoding
-from baton.handoff.pool_mode.store_reader import UNGUARDED
 from baton.handoff.session.actions import extend
 from baton.store.interface import EntryName, NamedBody
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
     from baton.clock import Clock, Instant
+    from baton.handoff.block_guard import BlockGuard
     from baton.handoff.interface import HandoffEvent, SampledToken, SendOrder, StreamPosition
     from baton.handoff.pool_mode.block_copier import BlockCopier, EntryBodies, TokenSegment
     from baton.kv.copies import BlockTable
@@ -70,7 +69,7 @@ class StoreWriter:
         order = store_write.order
         salt = order.ticket.tenant_salt
         num_kept, num_bytes = self.keep_segments(
-            segments, order.blocks, salt, after=store_write.after
+            segments, order.blocks, salt, order.guard, after=store_write.after
         )
         store_write.order.trace.num_bytes += num_bytes
         note_store_encoding(store_write.order.trace, self._encoding)
@@ -83,7 +82,7 @@ class StoreWriter:
         segments: Sequence[TokenSegment],
         table: BlockTable,
         tenant_salt: str,
-        guard: AbstractContextManager[object] = UNGUARDED,
+        guard: BlockGuard,
         *,
         after: StreamPosition | None = None,
     ) -> tuple[int, int]:
@@ -95,7 +94,8 @@ class StoreWriter:
             How many leading ones were put, all at once, and the bytes of their entries.
 
         Raises:
-            StoreError: there is no room, or they cannot be written.
+            StoreError: there is no room, or they cannot be written; the blocks are the engine's
+                again.
             TransferError: the GPU failed.
         """
         batch = self._copier.take_batch(segments)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.clock import Instant
-from baton.handoff.grants import Granted, epoch_of
+from baton.handoff.grants import Granted, Incarnation, incarnation_of_peer
 from baton.handoff.interface import ExportReleased
 from baton.handoff.messages import MAX_BATCH, Release, ReleaseAck, Revoke
 from baton.kv.copies import blocks_holding
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from baton.handoff.kv_views import AgentContext
     from baton.handoff.peers import Peer
-    from baton.ids import Epoch, TicketId
+    from baton.ids import TicketId
 
 REVOKE_INTERVAL_S: Final = 1.0
 MAX_EXPORTS: Final = 4096
@@ -61,7 +61,7 @@ class ExportLimits:
 
 @dataclass(slots=True)
 class _Export:
-    importer: Epoch
+    importer: Incarnation
     num_blocks: int
     revoke_at: Instant | None = None  # None: reserved, not exported
 
@@ -76,14 +76,14 @@ class ExportTable:
     def __init__(self, limits: ExportLimits) -> None:
         self.limits = limits
         self._exports: dict[TicketId, _Export] = {}
-        self._held: Counter[Epoch] = Counter()
+        self._held: Counter[Incarnation] = Counter()
 
     @property
     def num_blocks(self) -> int:
         """Blocks exported or reserved."""
         return self._held.total()
 
-    def holds(self, importer: Epoch) -> bool:
+    def holds(self, importer: Incarnation) -> bool:
         """Whether this incarnation of a worker has exported or reserved blocks."""
         return self._held[importer] > 0
 
@@ -91,7 +91,7 @@ class ExportTable:
         """Whether blocks are reserved or exported for a ticket."""
         return ticket in self._exports
 
-    def reserve(self, ticket: TicketId, importer: Epoch, num_blocks: int) -> str | None:
+    def reserve(self, ticket: TicketId, importer: Incarnation, num_blocks: int) -> str | None:
         """Reserve an export of that many blocks; or why not."""
         if ticket in self._exports:
             return "it was exported before"
@@ -118,25 +118,25 @@ class ExportTable:
         """The reserved blocks are about to be exported; `tick` revokes them at that time."""
         self._exports[ticket].revoke_at = revoke_at
 
-    def released(self, importer: Epoch, tickets: Iterable[TicketId]) -> list[TicketId]:
+    def released(self, importer: Incarnation, tickets: Iterable[TicketId]) -> list[TicketId]:
         """The importer no longer reads these: those of them that were exported to it."""
         return [self._close(ticket) for ticket in tickets if self._is_exported_to(importer, ticket)]
 
-    def importer_died(self, importer: Epoch) -> list[TicketId]:
+    def importer_died(self, importer: Incarnation) -> list[TicketId]:
         """The importer's process is gone: all its exports. Reservations last until link loss."""
         mine = [ticket for ticket in self._exports if self._is_exported_to(importer, ticket)]
         return [self._close(ticket) for ticket in mine]
 
-    def revoke(self, now: Instant) -> dict[Epoch, list[TicketId]]:
+    def revoke(self, now: Instant) -> dict[Incarnation, list[TicketId]]:
         """Blocks are short: what to revoke at which importer, except what was revoked just now."""
         for entry in self._exports.values():
             if entry.revoke_at is not None and entry.revoke_at > now + REVOKE_INTERVAL_S:
                 entry.revoke_at = now
         return self.tick(now)
 
-    def tick(self, now: Instant) -> dict[Epoch, list[TicketId]]:
+    def tick(self, now: Instant) -> dict[Incarnation, list[TicketId]]:
         """Exports whose `revoke_at` has passed, by importer; each once an interval."""
-        due: dict[Epoch, list[TicketId]] = {}
+        due: dict[Incarnation, list[TicketId]] = {}
         for ticket, entry in self._exports.items():
             if entry.revoke_at is not None and entry.revoke_at <= now:
                 entry.revoke_at = Instant(now + REVOKE_INTERVAL_S)
@@ -145,7 +145,7 @@ class ExportTable:
 
     def check_invariants(self) -> None:
         """Raise AssertionError where exports and counts disagree, or are over their limits."""
-        held: Counter[Epoch] = Counter()
+        held: Counter[Incarnation] = Counter()
         for entry in self._exports.values():
             held[entry.importer] += entry.num_blocks
         if held != self._held:
@@ -155,7 +155,7 @@ class ExportTable:
         if held.total() > self.limits.in_total or len(self._exports) > MAX_EXPORTS:
             raise AssertionError("more is exported than the limit")
 
-    def _is_exported_to(self, importer: Epoch, ticket: TicketId) -> bool:
+    def _is_exported_to(self, importer: Incarnation, ticket: TicketId) -> bool:
         entry = self._exports.get(ticket)
         return entry is not None and entry.is_exported and entry.importer == importer
 
@@ -174,11 +174,11 @@ class SharedBlockExporter:
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self.table = ExportTable(ExportLimits.of_block_pool(_count_blocks(context)))
-        self._processes: dict[Epoch, int] = {}
+        self._processes: dict[Incarnation, int] = {}
 
     def reserve(self, granted: Granted) -> str | None:
         """Whether a grant with op "NONE" can be served; why not, if not."""
-        importer = epoch_of(granted.peer)
+        importer = incarnation_of_peer(granted.peer)
         if importer is None:
             raise AssertionError("a grant of a peer that sent no Hello")
         served = self._context.view_to(granted.peer)
@@ -206,7 +206,7 @@ class SharedBlockExporter:
 
     def released(self, peer: Peer, message: Release) -> None:
         """An importer released these. Unknown tickets are over already."""
-        importer = epoch_of(peer)
+        importer = incarnation_of_peer(peer)
         if importer is not None:
             self._end(self.table.released(importer, message.tickets))
             self._context.peers.send(peer, ReleaseAck(message.tickets))
@@ -228,7 +228,7 @@ class SharedBlockExporter:
 
     def peer_gone(self, peer: Peer) -> None:
         """A link ended: its importer is watched for as long as it has exported blocks."""
-        importer = epoch_of(peer)
+        importer = incarnation_of_peer(peer)
         if importer is not None and not self.table.holds(importer):
             self._unwatch(importer)
 
@@ -241,31 +241,32 @@ class SharedBlockExporter:
         for ticket in tickets:
             self._context.emit(ExportReleased(ticket))
 
-    def _send_revokes(self, due: Mapping[Epoch, list[TicketId]]) -> None:
+    def _send_revokes(self, due: Mapping[Incarnation, list[TicketId]]) -> None:
         if not due:
             return
         for peer in self._context.peers:
-            importer = epoch_of(peer)
+            importer = incarnation_of_peer(peer)
             tickets = due.get(importer, []) if importer and peer.dialed is None else []
             for start in range(0, len(tickets), MAX_BATCH):
                 self._context.peers.send(peer, Revoke(tuple(tickets[start : start + MAX_BATCH])))
 
-    def _watch(self, importer: Epoch) -> bool:
+    def _watch(self, importer: Incarnation) -> bool:
         if importer not in self._processes:
+            _, epoch = importer
             for transport in self._context.transports:
                 if isinstance(transport, TracksReaders):
-                    process = transport.open_reader(importer)
+                    process = transport.open_reader(epoch)
                     if process is not None:
                         self._processes[importer] = process
                         break
         return importer in self._processes
 
-    def _unwatch(self, importer: Epoch) -> None:
+    def _unwatch(self, importer: Incarnation) -> None:
         process = self._processes.pop(importer, None)
         if process is not None:
             os.close(process)
 
-    def _find_dead_importers(self) -> list[Epoch]:
+    def _find_dead_importers(self) -> list[Incarnation]:
         if not self._processes:
             return []
         poll = select.poll()

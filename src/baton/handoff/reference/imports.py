@@ -95,7 +95,7 @@ class SharedBlockImporter:
 
     def explain(self, peer: Peer) -> str:
         """Why they cannot."""
-        exporter = None if peer.hello is None else self._exporters.get(peer.hello.epoch)
+        exporter = self._of_peer(peer)
         return exporter.reason if exporter is not None else self._why_not(peer)
 
     def attached(self, transport: Transport, remote: RemoteId) -> Peer | None:
@@ -131,7 +131,7 @@ class SharedBlockImporter:
         Raises:
             ProtocolError: it exports other blocks than requested, or some that it does not have.
         """
-        exporter = None if peer.hello is None else self._exporters.get(peer.hello.epoch)
+        exporter = self._of_peer(peer)
         if exporter is None or exporter.mapping is None:
             raise ProtocolError("blocks are exported by a worker whose pages are not mapped here")
         blocks = unpack_blocks(exported.blocks)
@@ -160,22 +160,23 @@ class SharedBlockImporter:
             self._tidy(epoch)
 
     def handle_message(self, peer: Peer, message: ToImporter) -> None:
-        """The exporter acknowledges releases, or wants blocks back."""
-        if peer.hello is None:
+        """The exporter acknowledges releases, or wants blocks back; other peers are ignored."""
+        exporter = self._of_peer(peer)
+        if exporter is None:
             return
         match message:
             case ReleaseAck(tickets):
-                self.table.acked(peer.hello.epoch, tickets)
+                self.table.acked(exporter.ref.epoch, tickets)
             case Revoke(tickets):
-                for ticket in self.table.revoked(peer.hello.epoch, tickets):
+                for ticket in self.table.revoked(exporter.ref.epoch, tickets):
                     self._context.emit(ImportRevoked(ticket))
             case _:
                 assert_never(message)
 
     def peer_up(self, peer: Peer) -> None:
         """A link is up: send the releases that the exporter has not acknowledged."""
-        exporter = None if peer.hello is None else self._exporters.get(peer.hello.epoch)
-        if exporter is not None and peer.dialed is not None:
+        exporter = self._of_peer(peer)
+        if exporter is not None:
             exporter.peer, exporter.release_before = peer, None
             if exporter.reason:
                 self._drop(exporter)  # it may be attached once more
@@ -221,7 +222,7 @@ class SharedBlockImporter:
         """The record of a peer, made now if its pages can be looked at here."""
         if peer.hello is None or peer.dialed is None:
             return None
-        known = self._exporters.get(peer.hello.epoch)
+        known = self._of_peer(peer)
         if known is None:
             if self._why_not(peer):
                 return None
@@ -230,7 +231,7 @@ class SharedBlockImporter:
             if view.peer_mappings is None:
                 return None
             known = _Exporter(peer.dialed, view, view.peer_mappings, transport, peer)
-            self._exporters[peer.hello.epoch] = known
+            self._exporters[peer.dialed.epoch] = known
         known.peer = peer
         if self._context.clock.now() >= known.retry_at:
             known.reason = ""
@@ -242,6 +243,8 @@ class SharedBlockImporter:
         return known
 
     def _why_not(self, peer: Peer) -> str:
+        if peer.dialed is not None and peer.dialed.epoch in self._exporters:
+            return f"another worker has the epoch of {peer.name}"
         view = self._context.view_to(peer).view
         if view.peer_mappings is None:
             return f"{self._context.me.worker} cannot import blocks: its engine or memory cannot"
@@ -302,6 +305,14 @@ class SharedBlockImporter:
         if exporter.mapping is not None and not self.table.holds(exporter.ref.epoch):
             exporter.peer_mappings.detach(exporter.mapping)
             exporter.mapping = None
+
+    def _of_peer(self, peer: Peer) -> _Exporter | None:
+        """The record of a peer that was dialed here: its name and epoch were checked then."""
+        ref = peer.dialed
+        exporter = None if ref is None else self._exporters.get(ref.epoch)
+        if ref is None or exporter is None or exporter.ref.worker != ref.worker:
+            return None
+        return exporter
 
     def _of_remote(self, transport: Transport, remote: RemoteId) -> _Exporter | None:
         for exporter in self._exporters.values():

@@ -147,6 +147,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._asked = [0] * num_layers
         self._gathered = [0] * num_layers
         self._sent = [0] * num_layers
+        self._num_sent_ranges = 0
         self._is_gathered = False
         self._num_gathering = 0
         self._writes = CarriedWrites()
@@ -268,6 +269,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if is_last:
             self._finish_rides_on = handle.transport
         self._writes.submitted(handle, written)
+        self._num_sent_ranges += len(written.layers)
         sent, start, stop = self._sent, written.start, written.stop
         for layer in written.layers:
             if start < sent[layer]:
@@ -280,6 +282,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def announced(self, layers: range, stop: int) -> list[SendAction]:
         """An `AnnounceReadable`, or its part up to `stop` of these layers, was sent."""
         self._sent[layers.start : layers.stop] = [stop] * len(layers)
+        self._num_sent_ranges += len(layers)
         return self._drain()
 
     def acked(self) -> list[SendAction]:
@@ -318,7 +321,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         Raises:
             ProtocolError: its ranges are invalid.
         """
-        token_ranges = unpack_ranges(message.ranges)
+        token_ranges = self._unpack_missing(message.ranges)
         if self.phase not in _MOVING:
             return []
         carried = self._writes.take_reported(message.transport)
@@ -330,7 +333,7 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         Raises:
             ProtocolError: its ranges are invalid, or the blocks are being exported to it.
         """
-        token_ranges = unpack_ranges(message.ranges)
+        token_ranges = self._unpack_missing(message.ranges)
         if self.phase in _CLOSED or self.grant is None or self.is_written:
             return []
         if self.is_exported and self.phase is not SendPhase.OFFERED:
@@ -425,6 +428,22 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return []
         self.phase = SendPhase.ENDED
         return [ExportBlocks(self.grant.start, finish.first_token)]
+
+    def _unpack_missing(self, packed: bytes) -> list[LayerTokenRange]:
+        """What the peer lacks.
+
+        Of each layer that is at most one range more than were sent. A peer that names others would
+        have this side make a write for each, all in one step.
+
+        Raises:
+            ProtocolError: the ranges are invalid, or too many.
+        """
+        missing = unpack_ranges(packed)
+        if len(missing) > len(self._sent) + self._num_sent_ranges:
+            raise ProtocolError(
+                f"{len(missing)} ranges are missing of {self._num_sent_ranges} that were sent"
+            )
+        return missing
 
     def _retransmit(
         self, missing: list[LayerTokenRange], sent: list[LayerTokenRange]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.handoff.grants import incarnation_of
 from baton.handoff.kv_views import Holder, RegisteredView
 from baton.handoff.pool_mode import side_entries
 from baton.handoff.session.send import SendPhase
@@ -261,14 +262,14 @@ def describe_ticket(agent: HandoffAgent, named: Ticket) -> tuple[object, ...]:
     return (
         receive,
         send,
-        agent.loop.sending._early.find(ticket, named.decode.epoch),
+        agent.loop.sending._early.find(ticket, named.decode),
         ticket in agent.loop.receiving._lease_renewer._queued,
         agent.loop.exporter.table._exports.get(ticket) is None,
         agent.loop.importer.table._exporter_of.get(ticket),
         [
             tombstones._tombstones.get((ticket, by))
             for tombstones in (agent.loop.sending._tombstones, agent.loop.receiving._aborted)
-            for by in (None, named.prefill.epoch, named.decode.epoch)
+            for by in (None, incarnation_of(named.prefill), incarnation_of(named.decode))
         ],
     )
 

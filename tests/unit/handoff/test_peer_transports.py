@@ -1,0 +1,168 @@
+"""Routes to one peer. Its transport attaches when the test has it attach, and moves nothing."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from baton.clock import Instant
+from baton.encodings.interface import RAW
+from baton.errors import TransferError
+from baton.handoff.peer_transports import (
+    PeerTransport,
+    PeerTransportLost,
+    PeerTransportTable,
+    PeerTransportUp,
+    Reachability,
+)
+from baton.handoff.probing import LinkProber
+from baton.testing.clocks import ManualClock
+from baton.transfer.links.choice import NullObserver
+from baton.transfer.links.cost_model import NETWORK, TransferShape
+from baton.transfer.links.probes import ProbeBounds
+from baton.transfer.transports.tcp.transport import TcpTransport
+
+MIB_100 = SimpleNamespace(shape=TransferShape(100 << 20, 1), predicted_s=0.1)
+
+
+class IdleTransport:
+    kind = "tcp"
+    capabilities = TcpTransport.capabilities
+
+    def __init__(self) -> None:
+        self._ids = count()
+
+    def attach(self, _descriptor: object) -> int:
+        return next(self._ids)
+
+    def detach(self, remote: int) -> None:
+        pass
+
+
+class Route:
+    """A table with one peer, and one route to it."""
+
+    def __init__(self) -> None:
+        self.clock, self.transport = ManualClock(), IdleTransport()
+        self.table = PeerTransportTable(
+            (self.transport,),
+            clock=self.clock,
+            rule="measured",
+            preferred_op="WRITE",
+            probed_transports={"tcp"},
+            observer=NullObserver(),
+        )
+        region = SimpleNamespace(transport="tcp")
+        self.peer = SimpleNamespace(
+            name="d",
+            dialed=None,
+            hello=SimpleNamespace(preferred_op="WRITE", probe_buffers=(region,)),
+            negotiated=SimpleNamespace(theirs=SimpleNamespace(regions=(region,))),
+            encoded_views={},
+        )
+        assert self.table.attach_all(self.peer) == []
+        (self.only,) = self.table.of(self.peer)
+
+    def attached(self) -> PeerTransportUp | None:
+        return self.table.attached(self.transport, self.only.remotes[RAW])
+
+    def fail_and_attach_again(self) -> None:
+        self.table.lost(self.transport, self.only.remotes[RAW], TransferError("it broke"))
+        assert self.table.reach(self.peer) is Reachability.NONE
+        self.clock.advance(1.0)
+        assert self.table.tick() == []
+        assert self.table.reach(self.peer) is Reachability.WAITING
+
+
+def test_a_route_that_is_probed_before_it_is_used_again_is_waited_for() -> None:
+    route = Route()
+    route.attached()
+    assert route.table.reach(route.peer) is Reachability.READY
+    route.fail_and_attach_again()
+    assert route.attached() is not None
+    assert route.table.reach(route.peer) is Reachability.WAITING
+    assert route.table.reach(route.peer, {"tcp"}) is Reachability.NONE
+    assert route.table.probed(route.peer, "tcp", NETWORK) == PeerTransportUp(route.peer)
+    assert route.table.reach(route.peer) is Reachability.READY
+
+
+def test_who_waits_for_a_route_learns_that_its_probes_failed() -> None:
+    route = Route()
+    route.attached()
+    route.fail_and_attach_again()
+    route.attached()
+    route.table.penalize(route.peer, "tcp", "no answer to a probe")
+    assert route.table.reach(route.peer) is Reachability.NONE
+    assert route.table.tick() == [PeerTransportLost(route.peer, "tcp")]
+    assert route.table.tick() == [], "reported once"
+
+
+def test_a_route_that_was_up_is_not_reported_as_no_handoff_waits_for_it() -> None:
+    route = Route()
+    route.attached()
+    route.table.penalize(route.peer, "tcp", "a probe brought other bytes")
+    assert route.table.tick() == []
+
+
+def make_prober(route: Route) -> LinkProber:
+    target = SimpleNamespace(has_memory=True)
+    return LinkProber(route.table, SimpleNamespace(), target, ProbeBounds())
+
+
+def test_a_route_on_trial_is_probed_though_data_is_moving_and_others_are_not() -> None:
+    """Handoffs may wait for it, on a worker that is never idle."""
+    route = Route()
+    prober = make_prober(route)
+    route.attached()
+    prober.ask(route.peer)
+    prober.step(num_handoffs=1, is_moving=True)
+    assert prober.active is None
+    route.fail_and_attach_again()
+    route.attached()
+    prober.ask(route.peer)
+    prober.step(num_handoffs=1, is_moving=True)
+    assert prober.active is not None
+
+
+def test_a_route_on_trial_that_cannot_be_probed_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    route = Route()
+    prober = make_prober(route)
+    route.attached()
+    route.fail_and_attach_again()
+    route.attached()
+    prober.ask(route.peer)
+
+    def refuse(_: object) -> int:
+        raise TransferError("too many open files")
+
+    monkeypatch.setattr(route.transport, "attach", refuse)
+    prober.step(num_handoffs=0, is_moving=False)
+    assert route.table.reach(route.peer) is Reachability.NONE
+    assert PeerTransportLost(route.peer, "tcp") in route.table.tick()
+
+
+@pytest.mark.parametrize("is_idle_before", [False, True])
+def test_what_is_under_way_when_a_transfer_fails_is_not_taken_for_a_later_one(
+    is_idle_before: bool,
+) -> None:
+    route = PeerTransport("d", IdleTransport(), {}, "push", NETWORK)
+    for _ in range(2):  # A and B, of two handoffs
+        route.submitted(MIB_100, Instant(0.0), Instant(0.0))
+    route.failed()  # A is refused: its client left, and its grant was closed
+    route.submitted(MIB_100, Instant(1.0), Instant(1.0))  # C, with B under way
+    assert route.ended(Instant(1.001)) == (None, None), "B"
+    if is_idle_before:
+        assert route.ended(Instant(1.1)) == (None, None), "C"
+        assert route.model is NETWORK
+    route.submitted(MIB_100, Instant(2.0), Instant(2.0))
+    if not is_idle_before:
+        assert route.ended(Instant(2.1)) == (None, None), "C"
+    transfer, outcome = route.ended(Instant(2.2))
+    assert transfer is not None
+    num_waited = 1 if is_idle_before else 2
+    assert (transfer.num_bytes, transfer.seconds) == (num_waited * (100 << 20), pytest.approx(0.2))
+    assert (outcome is not None) == is_idle_before, "C was not timed, and D was under way with it"
