@@ -131,6 +131,31 @@ def test_stream_shows_workers_requests_and_points() -> None:
     run(scenario, decodes=decodes, targets={"*": Targets(itl_s=0.001)})
 
 
+def test_tokens_of_answers_in_one_piece_are_shown() -> None:
+    async def say_one(visit: Visit) -> None:
+        usage = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+        await visit.answer(200, {"id": "x", "choices": [{"index": 0, "text": "a"}], "usage": usage})
+
+    async def scenario(running: Cluster) -> None:
+        async with running.client.get(f"{running.url}/dashboard/events") as events:
+            fields = (await read_events(events.content, "history"))["history"]["fields"]
+            async with running.post({
+                "model": "demo",
+                "prompt": "hello",
+                "max_tokens": 1,
+            }) as answer:
+                await answer.read()
+            async with asyncio.timeout(30):
+                while True:
+                    tick = (await read_events(events.content, "tick"))["tick"]
+                    point = dict(zip(fields, tick["point"], strict=True))
+                    if point["answer_tokens"]:
+                        break
+            assert point["computed_tokens"] > 0
+
+    run(scenario, decodes=[ScriptedWorker("decode-0", "decode", say_one)])
+
+
 def test_cost_is_shown_where_prices_are_configured() -> None:
     async def scenario(running: Cluster) -> None:
         body = {"model": "demo", "prompt": "hello", "max_tokens": 5, "stream": True}

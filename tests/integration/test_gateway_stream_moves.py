@@ -161,6 +161,8 @@ def test_a_worker_that_lacks_blocks_is_relieved() -> None:
         (move,) = trace["gateway"]["moves"]
         assert "(pressure)" in move
         assert trace["placement"] == ["moved from d0 (pressure)"]
+        _, demand = await cluster.get_json("/debug/demand")
+        assert demand["models"][0]["num_begun"] == 1, "a stream that moves is one request"
 
     run(scenario, **two(counting(0.03), counting(0.001)), policy="cost")
 

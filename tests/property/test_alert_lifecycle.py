@@ -77,5 +77,8 @@ def test_more_label_sets_than_are_followed_are_counted():
     ]
     assert len(lifecycle.apply(conditions, 0.0)) == MAX_FOLLOWED
     assert lifecycle.num_dropped == 50
+    assert not lifecycle.apply(conditions, 0.5)
+    assert lifecycle.num_dropped == 50, "the same ones again"
     assert len(lifecycle.apply([], 1.0)) == MAX_FOLLOWED
+    assert lifecycle.num_dropped == 0
     lifecycle.check_invariants()

@@ -71,9 +71,10 @@ def _slices(report: Report) -> Run | None:
         if record.phase != "measured" or record.failure is not None or not record.token_s:
             continue
         per_chunk = record.num_output_tokens / len(record.token_s)
-        places = (np.array(record.token_s) / window_s * NUM_SLICES).astype(int)
-        inside = places[(places >= 0) & (places <= NUM_SLICES)]
-        np.add.at(counts, np.minimum(inside, NUM_SLICES - 1), per_chunk)
+        times = np.array(record.token_s)
+        times = times[(times >= 0) & (times <= window_s)]
+        places = (times / window_s * NUM_SLICES).astype(int)
+        np.add.at(counts, np.minimum(places, NUM_SLICES - 1), per_chunk)
     if not counts.any():
         return None
     rates = counts / (window_s / NUM_SLICES)

@@ -41,7 +41,8 @@ class Prefixes:
     """Owner: the event loop's thread.
 
     `folders` gives models' folders, with their tokenizers, where workers' own cannot be read here.
-    `num_predicted_tokens` and `num_actual_tokens` are sums over all prompts.
+    `num_predicted_tokens` and `num_found_tokens`, those of them that were there, are sums over all
+    prompts.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class Prefixes:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
         tokens = Counter(
             "baton_router_cached_tokens",
-            "Tokens of prompts that their worker was predicted to have, and that it had.",
+            "Tokens of prompts that their worker was predicted to have, that it had, and both.",
             ("kind",),
             registry=registry,
         )
         self._predicted, self._actual = tokens.labels("predicted"), tokens.labels("actual")
-        self.num_predicted_tokens = self.num_actual_tokens = 0
+        self._found = tokens.labels("found")
+        self.num_predicted_tokens = self.num_found_tokens = 0
         blocks = Gauge(
             "baton_router_prefix_blocks",
             "Blocks of prefixes that some worker is known to hold.",
@@ -123,9 +125,12 @@ class Prefixes:
     def note_actual(self, predicted: int, actual: int) -> None:
         """A worker has reported how many of a prompt's tokens it had."""
         self.num_predicted_tokens += predicted
-        self.num_actual_tokens += actual
+        # Of each prompt: hits that were not predicted do not hide predicted ones that are missing.
+        found = min(predicted, actual)
+        self.num_found_tokens += found
         self._predicted.inc(predicted)
         self._actual.inc(actual)
+        self._found.inc(found)
 
     @property
     def not_tokenized(self) -> dict[str, str]:

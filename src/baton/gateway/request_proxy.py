@@ -33,9 +33,11 @@ from baton.gateway.prefill_request import Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies, write_ticket
 from baton.gateway.request import CompletionBody, estimate_prompt_tokens, find_vllm_field
 from baton.gateway.response_forwarder import (
+    COMPLETION_TOKENS,
     EarlyFirstToken,
     ResponseForwarder,
     find_cached_tokens,
+    has_done,
 )
 from baton.gateway.resumption import Resumption
 from baton.gateway.running_streams import REST_TOKENS, RunningStream
@@ -87,6 +89,7 @@ class RequestProxy:
         self._wait_ends_at: Instant | None = None
         self._full: frozenset[WorkerId] = frozenset()
         self._standby: Standby | None = None
+        self._is_given_up = False
 
     async def run(self) -> None:
         """Place, ask, forward.
@@ -128,6 +131,7 @@ class RequestProxy:
             num_before = self._context.num_streamed = resumption.record.num_taken
             running = self._begin_moved(moved) if moved else self._begin(placement)
             services.health_monitor.begin(placement)
+            num_output_tokens = 0
             try:
                 await self._attempt(placement)
             except StreamMovedError as exc:
@@ -139,14 +143,14 @@ class RequestProxy:
                 self._context.end_retry(has_failed=True)
                 await self._note_failed(exc, placement, failover)
             else:
-                self._note_cached(placement)
-                self._note_answered(placement)
+                num_output_tokens = self._note_answered(placement)
                 return
             finally:
                 running.end(
                     services.clock.now(),
                     self._context.num_streamed - num_before,
                     None if running.itl_s is None else find_itl(self._context.token_gaps),
+                    num_output_tokens,
                 )
                 services.health_monitor.end(placement)
         if failed is not None:
@@ -183,7 +187,10 @@ class RequestProxy:
             why_not = await self._wait_for_decode(failover)
             if why_not is not None:
                 self._context.end_retry(has_failed=True)
-                raise failed or NoWorkerError(f"{placement.reason}; {why_not}")
+                has_waited = self._wait_ends_at is not None
+                if failed is not None and (self._context.has_sent_bytes or not has_waited):
+                    raise failed
+                raise NoWorkerError(f"{placement.reason}; {why_not}") from failed
             self._look_again()
             placement = self._place(failover, failed)
         return placement
@@ -218,11 +225,18 @@ class RequestProxy:
             self._wait_ends_at = waiting.ends_at()
         return await waiting.wait(is_served, self._wait_ends_at)
 
-    def _note_answered(self, placement: Placement) -> None:
+    def _note_answered(self, placement: Placement) -> int:
+        """What an answer shows of its worker and of caches; how many tokens it has."""
         status, workers = self._context.status or 0, self._services.workers
         worker = workers.with_id(placement.decode.id)
-        if status < CLIENT_ERROR and worker is not None:  # 4xx: the request's own fault
+        if status < CLIENT_ERROR and worker is not None and not self._is_given_up:  # 4xx: its fault
             self._services.health_monitor.note_answered(worker)
+        if self._body.stream:
+            self._context.num_streamed = self._resumption.record.num_taken
+        self._note_cached(placement)
+        tail, num_streamed = self._context.tail, self._context.num_streamed
+        reported = COMPLETION_TOKENS.findall(tail) if b'"completion_tokens"' in tail else None
+        return int(reported[-1]) if reported else num_streamed
 
     def _place(self, failover: Failover, failed: UpstreamError | None) -> Placement | Unplaceable:
         context, services = self._context, self._services
@@ -272,7 +286,8 @@ class RequestProxy:
             self._num_tokens = self._match.num_tokens
 
     def _look_again(self) -> None:
-        """Caches have changed since the prompt was looked for: it has waited, or was under way."""
+        """Caches and loads have changed since it was admitted: it has waited, or was under way."""
+        self._full = self._services.admission.find_full(self._context.model)
         if self._match is not None and self._services.prefixes is not None:
             self._match = self._services.prefixes.find_again(self._body, self._match)
 
@@ -298,6 +313,7 @@ class RequestProxy:
             num_handed,
             num_cached=self._num_tokens - num_tokens - placement.num_stored_tokens,
             waited_s=context.waited_s,
+            before=context.running,
         )
         if (itl_s := services.admission.itl_s(context)) is not None:
             context.running.limit_gaps(itl_s)
@@ -312,7 +328,9 @@ class RequestProxy:
             services.prefixes.expect(context.model, self._match, placement)
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
         context.num_predicted = None
-        context.running = services.load.begin(placement, REST_TOKENS, services.clock.now(), 0)
+        context.running = services.load.begin(
+            placement, REST_TOKENS, services.clock.now(), 0, before=context.running
+        )
         if (itl_s := services.admission.itl_s(context)) is not None:
             context.running.limit_gaps(itl_s)
         return context.running
@@ -439,21 +457,27 @@ class RequestProxy:
             services, context, decode, self._send, resumption=self._resumption, early=early
         )
         url = worker.completion_urls[context.path]
-        with worker.cancel_scope():
-            if not self._body.stream:
+        if not self._body.stream:
+            with worker.cancel_scope():
                 await self._forward(answer, url, body, headers)
-                return
-            stream = RunningStream(
-                context,
-                self._body,
-                self._resumption,
-                decode,
-                self._num_tokens,
-                self._match,
-                self._headers,
-            )
-            with services.streams.hold(stream):
+            return
+        stream = RunningStream(
+            context,
+            self._body,
+            self._resumption,
+            decode,
+            self._num_tokens,
+            self._match,
+            self._headers,
+        )
+        try:
+            with worker.cancel_scope(), services.streams.hold(stream):
                 await self._forward(answer, url, body, headers)
+        except UpstreamError:
+            if not has_done(context):
+                raise
+            self._is_given_up = True  # while the client takes the end of its stream
+            await self._send({"type": "http.response.body", "body": b""})
 
     async def _forward(
         self, answer: ResponseForwarder, url: URL, body: bytes, headers: bytes

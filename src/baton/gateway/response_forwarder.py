@@ -31,7 +31,7 @@ from baton.gateway.errors import (
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.request_context import RequestContext, Services, note_error
-from baton.gateway.stream_record import ERROR_EVENT, StreamRecord
+from baton.gateway.stream_record import DONE, ERROR_EVENT, StreamRecord
 from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import (
     FIRST_TOKEN_AGE_HEADER,
@@ -126,11 +126,10 @@ class EarlyFirstToken:
 
 STALE_TICKET: Final = "stale_ticket"
 EVENT_STREAM: Final = b"text/event-stream"
-DONE: Final = b"data: [DONE]"
 TAIL_BYTES: Final = 32
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
-_COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?([0-9]{1,9})[,}]')
+COMPLETION_TOKENS: Final = re.compile(rb'"completion_tokens": ?([0-9]{1,9})[,}]')
 _COUNT: Final = re.compile(rb"[0-9]{1,9}")
 _SECONDS: Final = re.compile(rb"[0-9]{1,5}(\.[0-9]{1,9})?")
 ANSWER_HEADERS: Final = (b"content-type", b"retry-after")
@@ -179,10 +178,10 @@ class ResponseForwarder:
             try:
                 await self._pump(response, has_begun=has_begun)
             except UpstreamError:
-                if not self._is_done():  # what comes after the end is of no interest
+                if not has_done(self._context):  # what comes after the end is of no interest
                     self._check_moved()
                     raise
-            if not self._is_done():
+            if not has_done(self._context):
                 raise WorkerLostError(f"{self._decode.id} ended its stream without [DONE]")
             await self._send({"type": "http.response.body", "body": b""})
         else:
@@ -192,9 +191,6 @@ class ResponseForwarder:
         """Raise `StreamMovedError` if that was decided: whatever else happened to the worker."""
         if isinstance(self._record.failure, StreamMovedError) and self._record.is_kept:
             raise self._record.failure
-
-    def _is_done(self) -> bool:
-        return self._context.tail.rstrip().endswith(DONE)
 
     async def _pump(self, response: Answer, *, has_begun: bool) -> None:
         context, take = self._context, self._record.take
@@ -260,7 +256,6 @@ class ResponseForwarder:
         while await response.push_to(forward):
             self._check()
             await exchange.drain()
-        context.num_streamed = record.num_taken
 
     async def _send_on(self, response: Answer, last: Instant) -> None:
         """The same to a receiver that has to be awaited: one of several answers."""
@@ -322,12 +317,17 @@ class ResponseForwarder:
         first_at = None
         if (age_s := _read_age(response)) is not None:
             first_at = Instant(max(context.received_at, self._services.clock.now() - age_s))
-            context.num_streamed = _find_number(_COMPLETION_TOKENS, context.tail) or 0
+            context.num_streamed = _find_number(COMPLETION_TOKENS, context.tail) or 0
             if context.running is not None:
                 context.running.first_token(first_at)
         context.note_first_byte(first_at)
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
+
+
+def has_done(context: RequestContext) -> bool:
+    """Whether all of a stream was sent, up to its `[DONE]`."""
+    return context.tail.rstrip().endswith(DONE)
 
 
 def _join_tail(tail: bytes, events: bytes) -> bytes:

@@ -213,17 +213,18 @@ class StreamMoves:
 
     async def _move(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         results = self._services.metrics.moved_streams
-        stream.standby = self._plan_standby(stream, target)
+        standby = stream.standby = self._plan_standby(stream, target)
         try:
             async with asyncio.timeout(COPY_TIMEOUT_S):
-                if stream.standby is None:
+                if standby is None:
                     await self._copy_all(stream, target, cause)
                 else:
-                    ids = stream.standby.ids
-                    await self._copy(stream, target, ids, cause, standby=stream.standby)
-                    await stream.standby.follow()
+                    await self._copy(stream, target, standby.ids, cause, standby=standby)
+                    await standby.follow()
             self._check_there(target)
         except asyncio.CancelledError:  # the stream has ended, in whatever way
+            if standby is not None:  # the stream has released it, perhaps before its answer came
+                standby.release()
             results[cause, MoveResult.ENDED].inc()
             raise
         except (BatonError, TimeoutError) as exc:
@@ -238,7 +239,7 @@ class StreamMoves:
             return
         why_there = f"moved from {stream.decode.id} ({cause})"
         placement = Placement(None, target, why=(why_there,))
-        stream.cut(StreamMovedError(placement, cause, stream.standby))
+        stream.cut(StreamMovedError(placement, cause, standby))
 
     def _plan_standby(self, stream: RunningStream, target: WorkerView) -> Standby | None:
         """What is to wait for the stream at its new worker; None where that is not possible."""

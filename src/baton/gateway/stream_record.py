@@ -28,6 +28,7 @@ RESERVED_BYTES: Final = 64 << 10
 CHUNK_OVERHEAD_BYTES: Final = 64
 END_OF_EVENT: Final = b"\n\n"
 DATA: Final = b"data: "
+DONE: Final = b"data: [DONE]"
 ERROR_EVENT: Final = b'data: {"error"'
 COMMENT: Final = b":"
 
@@ -139,7 +140,7 @@ class StreamRecord:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the client has got the reason for which the answer ends."""
+        """Whether the client has got the reason for which the answer ends, or what follows it."""
         return any(map(_has_finish, self._last.split(END_OF_EVENT)))
 
     @property
@@ -213,6 +214,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 class _Event(msgspec.Struct, frozen=True):
     choices: list[_Choice] = []
+    usage: msgspec.Raw = msgspec.Raw()
 
 
 _ids_decoder = msgspec.json.Decoder(list[int])
@@ -220,10 +222,15 @@ _event_decoder = msgspec.json.Decoder(_Event)
 
 
 def _has_finish(event: bytes) -> bool:
+    """Whether an event has the reason, or is one of those that follow it: usage, `[DONE]`."""
     if not event.startswith(DATA):
         return False
+    if event == DONE:
+        return True
     try:
-        choices = _event_decoder.decode(event[len(DATA) :]).choices
+        decoded = _event_decoder.decode(event[len(DATA) :])
     except UNDECODABLE:
         return False
-    return any(choice.finish_reason is not None for choice in choices)
+    if not decoded.choices:
+        return bytes(decoded.usage) not in {b"", b"null"}
+    return any(choice.finish_reason is not None for choice in decoded.choices)

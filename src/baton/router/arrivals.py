@@ -124,6 +124,12 @@ class Arrivals:
         if self._num_under_way > self._most_under_way:  # noqa: PLR1730 - each request asks
             self._most_under_way = self._num_under_way
 
+    def resume(self) -> None:
+        """One that has ended goes on at other workers: it is no new request."""
+        self._num_ended -= 1
+        self._num_under_way += 1
+        self._most_under_way = max(self._most_under_way, self._num_under_way)
+
     def _begin_load(self, now: float) -> None:
         """Nothing was under way for so long that this is another load: the last one ended.
 
@@ -164,7 +170,7 @@ class Arrivals:
 
     @property
     def num_begun(self) -> int:
-        """Requests that were ever given to workers."""
+        """Requests that were ever given to workers, each once, however often it was."""
         return self._num_ended + self._num_under_way
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.protocol.demand import EndedAnswer, ModelDemand, RequestShape
 from baton.router.demand import find_demand
+from baton.router.load import EndedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +26,19 @@ def report_demand(
     """Of the workers of one model, at least one; `num_waiting` requests wait in the gateway."""
     model = workers[0].model
     costs = load.costs(model)
-    latest = list(costs.ended)
-    recent = [each for each in latest if each.at > now - REPORTED_S]
+    since = now - REPORTED_S
     shape = None
-    if len(latest) >= LEAST_ENDED:
-        shown = recent if len(recent) >= LEAST_ENDED else latest[-LEAST_ENDED:]
-        found = find_demand(shown, REPORTED_S, workers, load)
+    if len(costs.answered) >= LEAST_ENDED:
+        recent = [each for each in costs.answered if each.at > since]
+        shown = recent if len(recent) >= LEAST_ENDED else list(costs.answered)[-LEAST_ENDED:]
+        # Of all that `num_begun` counts, so without times, which are no part of a shape.
+        sizes = [
+            EndedRequest(
+                each.at, each.num_tokens, each.num_cached, each.num_output_tokens, 0.0, 0.0
+            )
+            for each in shown
+        ]
+        found = find_demand(sizes, REPORTED_S, workers, load)
         shape = RequestShape(
             prefill_s=found.prefill_s,
             handoff_s=found.handoff_s,
@@ -44,6 +52,8 @@ def report_demand(
         num_begun=costs.arrivals.num_begun,
         num_waiting=num_waiting,
         window_s=REPORTED_S,
-        ended=tuple(EndedAnswer(each.ttft_s, each.tpot_s) for each in recent),
+        ended=tuple(
+            EndedAnswer(each.ttft_s, each.tpot_s) for each in costs.ended if each.at > since
+        ),
         shape=shape,
     )

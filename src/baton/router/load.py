@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 from msgspec import UNSET
 
+from baton.record import Record
 from baton.router.arrivals import Arrivals
 from baton.router.devices import SharedDevice
 from baton.router.handoff_costs import HandoffCosts
@@ -98,6 +99,18 @@ class EndedRequest:
         return self.ttft_s + self.tpot_s * (self.num_streamed - 1)
 
 
+class AnsweredRequest(Record, frozen=True):
+    """The tokens of a request that was answered at `at`, however often it was placed.
+
+    `num_tokens` of its prompt were to be computed, `num_cached` were cached or stored.
+    """
+
+    at: float
+    num_tokens: int
+    num_cached: int
+    num_output_tokens: int
+
+
 @dataclass(slots=True, eq=False)
 class RunningRequest:
     """One attempt, from its placement to its end. Owner: the gateway's thread.
@@ -105,8 +118,9 @@ class RunningRequest:
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
     comes from another worker, so that what the rest takes is not seen. `has_load`: it comes from
-    the store, and the same holds. `predicted`: by the models, when it was placed. `itl_s`: its
-    target for the gaps between tokens, see `limit_gaps`.
+    the store, and the same holds. `predicted`: by the models, when it was placed. `prompt`: tokens
+    to compute and others when the request was placed first. `itl_s`: its target for the gaps
+    between tokens, see `limit_gaps`.
     """
 
     prefill: WorkerActivity
@@ -118,6 +132,7 @@ class RunningRequest:
     began_at: float
     _expected: tuple[float, float]
     predicted: PredictedTimes
+    prompt: tuple[int, int]
     num_cached: int = 0
     waited_s: float = 0.0
     has_prefix: bool = False
@@ -160,10 +175,18 @@ class RunningRequest:
             self._learn_handoff()
         self._seconds = self.decode.count_streams(+1, now)
 
-    def end(self, now: float, num_streamed: int = 0, itl_s: float | None = None) -> None:
+    def end(
+        self,
+        now: float,
+        num_streamed: int = 0,
+        itl_s: float | None = None,
+        num_output_tokens: int | None = None,
+    ) -> None:
         """It is over. `num_streamed` parts of the answer came one by one; 0: not known.
 
         `itl_s`: all but 1 % of the gaps between them were no longer; None: not known.
+        `num_output_tokens`: of the whole answer, 0 where the request was not answered; None: as
+        many as were streamed.
         """
         if self._is_over:
             return
@@ -178,6 +201,10 @@ class RunningRequest:
         if self.itl_s is not None:
             self.decode.gap_limits.count(self.itl_s, -1)
         self.costs.arrivals.end(now, now - self.began_at)
+        if num_output_tokens is None:
+            num_output_tokens = num_streamed
+        if num_output_tokens:
+            self.costs.note_answered(AnsweredRequest(now, *self.prompt, num_output_tokens))
         self._is_over = True
 
     def _leave_queue(self, now: float) -> None:
@@ -233,7 +260,8 @@ class ModelCosts:
 
     `found_share` is what of the latest prompts was cached where they were computed, 0 to 1;
     `answer_tokens` the mean length of the latest answers that were streamed; `arrivals` whether
-    requests come independently of the answers; `ended` are the latest that ended, oldest first.
+    requests come independently of the answers; `ended` are the latest streams that ended, and
+    `answered` all the latest answers, oldest first. The three sums of tokens are over all answers.
     """
 
     def __init__(self) -> None:
@@ -245,6 +273,8 @@ class ModelCosts:
         self.handoffs = HandoffCosts(self.prefill)
         self.arrivals = Arrivals()
         self.ended: deque[EndedRequest] = deque(maxlen=MOST_ENDED)
+        self.answered: deque[AnsweredRequest] = deque(maxlen=MOST_ENDED)
+        self.num_computed_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         self.columns = LoadColumns()
         self._devices: dict[int, SharedDevice] = {}
         self._found = self._asked = 0.0
@@ -266,6 +296,13 @@ class ModelCosts:
         self.ended.append(ended)
         self.answer_tokens += ANSWER_SHARE * (ended.num_streamed - self.answer_tokens)
 
+    def note_answered(self, answered: AnsweredRequest) -> None:
+        """A request is over, and its client has the answer, in whatever parts."""
+        self.answered.append(answered)
+        self.num_computed_tokens += answered.num_tokens
+        self.num_cached_tokens += answered.num_cached
+        self.num_output_tokens += answered.num_output_tokens
+
     def place_s(self, activity: WorkerActivity, now: float) -> float:
         """How long an answer that comes now waits until one of those before it leaves a place."""
         most = float(self.columns.most_running[activity.row])
@@ -285,8 +322,9 @@ class ModelCosts:
         lately_s = WINDOW_S * activity.prefill_share(now)
         return activity.pace_s(more, NO_PROMPTS) + min(lately_s, piece_s)
 
-    def note_found(self, num_cached: int, num_tokens: int) -> None:
-        """Of a prompt so many tokens were cached, and so many were not."""
+    def note_begun(self, now: float, num_tokens: int, num_cached: int) -> None:
+        """A new request: of its prompt so many tokens were not cached, and so many were."""
+        self.arrivals.begin(now, num_cached + num_tokens)
         self._found = FOUND_FORGETTING * self._found + num_cached
         self._asked = FOUND_FORGETTING * self._asked + num_cached + num_tokens
         self.found_share = self._found / max(1.0, self._asked)
@@ -362,7 +400,7 @@ class FleetLoad:
         """What that worker has to do for a model; None if it was never asked about."""
         return self._workers.get((model, worker))
 
-    def begin(
+    def begin(  # noqa: PLR0913 - each is a fact of one attempt
         self,
         placement: Placement,
         num_tokens: int,
@@ -371,12 +409,14 @@ class FleetLoad:
         *,
         num_cached: int = 0,
         waited_s: float = 0.0,
+        before: RunningRequest | None = None,
     ) -> RunningRequest:
         """A request goes to these workers, of which one has so many prompt tokens to compute.
 
         It has `num_cached` more, and loads those that the placement expects to be stored.
         `num_handed` are then handed over, as many as are computed unless it is given; of a prefix,
-        they come first. `waited_s`: for a place.
+        they come first. `waited_s`: for a place. `before`: the request's last attempt, which is
+        over; with one it is no new request.
         """
         decode_view, prefill_view = placement.decode, placement.prefill
         costs = self.costs(decode_view.model)
@@ -410,8 +450,10 @@ class FleetLoad:
             decode_queue_s=decode_queue_s,
         )
         decode.count_decodes(+1)
-        costs.arrivals.begin(now, num_cached + num_tokens + num_stored)
-        costs.note_found(num_cached, num_tokens + num_stored)
+        if before is None:
+            costs.note_begun(now, num_tokens + num_stored, num_cached)
+        else:
+            costs.arrivals.resume()
         return RunningRequest(
             prefill,
             decode,
@@ -422,6 +464,7 @@ class FleetLoad:
             now,
             expected,
             predicted,
+            (num_tokens, num_cached + num_stored) if before is None else before.prompt,
             num_cached,
             waited_s,
             is_prefix,

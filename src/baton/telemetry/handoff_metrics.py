@@ -139,14 +139,11 @@ class LandedInstruments:
             self._add(each)
 
     def landed(self, trace: RequestSpan, landed: LandedHandoff) -> HandoffLabels:
-        """Count a handoff; the labels by which it was counted."""
+        """Count a handoff; its labels for the report, which is bounded in another way."""
         labels = self._labels_of(trace)
-        if labels not in self._children:
-            if len(self._children) < MAX_LABEL_SETS:
-                self._add(labels)
-            else:
-                labels = OTHER_LABELS
-        self._children[labels].count(trace.num_bytes, landed)
+        if labels not in self._children and len(self._children) < MAX_LABEL_SETS:
+            self._add(labels)
+        self._children.get(labels, self._children[OTHER_LABELS]).count(trace.num_bytes, landed)
         return labels
 
     def _labels_of(self, trace: RequestSpan) -> HandoffLabels:

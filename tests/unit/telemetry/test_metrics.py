@@ -25,8 +25,10 @@ def metrics(registry: CollectorRegistry) -> WorkerMetrics:
     return make_metrics(registry, PATHS)
 
 
-def make_metrics(registry: CollectorRegistry, paths: ReceivePaths) -> WorkerMetrics:
-    table = TransferTable(Epoch("1" * 32), ManualClock())
+def make_metrics(
+    registry: CollectorRegistry, paths: ReceivePaths, table: TransferTable | None = None
+) -> WorkerMetrics:
+    table = table or TransferTable(Epoch("1" * 32), ManualClock())
     links = LinkInstruments(registry, paths, table)
     for transport in paths.transports:
         links.sent(transport, ())
@@ -173,6 +175,26 @@ def test_a_worker_has_fewer_than_2000_series_whatever_it_is_configured_for_and_s
         if not sample.name.endswith("_created")
     ]
     assert 1000 < len(samples) < 1900, "100 are for the engine, the store and others"
+
+
+def test_the_report_by_pair_has_a_handoffs_labels_also_where_the_metrics_have_no_room() -> None:
+    paths = ReceivePaths(
+        ("cuda_ipc", "shared", "nixl", "tcp"), frozenset({"cuda_ipc", "shared"}), ("push", "pull")
+    )
+    registry, table = CollectorRegistry(), TransferTable(Epoch("1" * 32), ManualClock())
+    metrics = make_metrics(registry, paths, table)
+    assert len(label_sets(registry)) == MAX_LABEL_SETS
+    trace = landed("cross_zone", "tcp", "pull", "READ")
+    trace.expected_transport = "nixl"
+    metrics.landed(trace)
+    (entry,) = table.report().handoffs
+    found = entry.distance, entry.transport, entry.mode, entry.operation
+    assert found == ("cross_zone", "tcp", "pull", "READ")
+    assert entry.last_mismatch is not None
+    assert entry.last_mismatch.used == "tcp"
+    assert len(label_sets(registry)) == MAX_LABEL_SETS
+    other = dict.fromkeys(("distance", "transport", "mode", "operation"), "other")
+    assert registry.get_sample_value("baton_handoff_received_bytes_total", other) == 2 << 20
 
 
 def test_fallbacks_are_counted_by_cause_and_reasons_are_no_labels(

@@ -64,7 +64,8 @@ class Followed:
 class AlertLifecycle:
     """All alerts of one gateway. Owner: one thread.
 
-    `num_dropped` counts conditions that were not followed because `MAX_FOLLOWED` others are.
+    `num_dropped`: conditions of the latest `apply` that are not followed, as `MAX_FOLLOWED` others
+    are.
     """
 
     timings: Mapping[AlertName, Timing]
@@ -89,6 +90,7 @@ class AlertLifecycle:
 
     def apply(self, conditions: Iterable[Condition], now: float) -> list[Followed]:
         """These conditions hold now, and no others: alerts that began to fire, or are resolved."""
+        self.num_dropped = 0
         changed: list[Followed] = []
         held: dict[tuple[AlertName, Labels], Condition] = {}
         for condition in conditions:

@@ -96,6 +96,7 @@ class Observations:
     """All of it. Counters are by worker and epoch, since the beginning of that.
 
     The epoch of a server has those of all ranks that have reported: with another rank it is new.
+    `found_tokens`: those of `predicted_tokens` that the workers had.
     """
 
     links: tuple[LinkTimes, ...] = ()
@@ -105,6 +106,6 @@ class Observations:
     num_digest_failures: Mapping[str, int] = field(default_factory=dict)
     num_lapsed_leases: Mapping[str, int] = field(default_factory=dict)
     predicted_tokens: float = 0.0
-    actual_tokens: float = 0.0
+    found_tokens: float = 0.0
     stores: tuple[StoreCost, ...] = ()
     ended: tuple[EndedByTarget, ...] = ()

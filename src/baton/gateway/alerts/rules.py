@@ -72,7 +72,7 @@ class AlertRules:
         self._digest_failures = GrowthWindow(COUNTER_WINDOW_S)
         self._lapsed_leases = GrowthWindow(COUNTER_WINDOW_S)
         self._predicted = GrowthWindow(PREFIX_WINDOW_S)
-        self._actual = GrowthWindow(PREFIX_WINDOW_S)
+        self._found = GrowthWindow(PREFIX_WINDOW_S)
         self._num_by_path: dict[tuple[str, str, str], int] = {}
         self._budgets: dict[tuple[str, str], BudgetWindow] = {}
 
@@ -158,10 +158,10 @@ class AlertRules:
 
     def _prefix_prediction(self, seen: Observations, now: float) -> Iterator[Condition]:
         predicted = self._predicted.note({"": seen.predicted_tokens}, now)
-        actual = self._actual.note({"": seen.actual_tokens}, now)
+        found = self._found.note({"": seen.found_tokens}, now)
         if predicted < MIN_PREDICTED_TOKENS:
             return
-        share = actual / predicted
+        share = found / predicted
         if share < self._options.prefix_share:
             yield Condition(
                 AlertName.PREFIX_PREDICTION,

@@ -66,7 +66,7 @@ class AlertSources:
                 f"{name} {each.epoch}": each.num_lapsed_leases for name, each in reports.items()
             },
             predicted_tokens=0 if self.prefixes is None else self.prefixes.num_predicted_tokens,
-            actual_tokens=0 if self.prefixes is None else self.prefixes.num_actual_tokens,
+            found_tokens=0 if self.prefixes is None else self.prefixes.num_found_tokens,
             stores=tuple(self._list_stores()),
             ended=tuple(
                 EndedByTarget(model, objective, each.target_s, each.num, each.num_missed)

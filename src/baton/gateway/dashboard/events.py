@@ -13,10 +13,11 @@ from baton.protocol.alerts import AlertList
 class Point(msgspec.Struct, frozen=True, array_like=True):
     """One second. Rates are per second; durations in seconds, None where no answer ended.
 
-    `ttft_*`, `tpot_*`, the three parts of TTFT (means) and the tokens are those of streamed answers
-    that ended in this second, of at most 512 a model. `waited_s`: in the gateway's queue.
-    `prefill_s`: from there until the prompt was computed, the worker's queue included. `handoff_s`:
-    from there to the first token: KV that was still moving, and the first decode step.
+    `ttft_*`, `tpot_*` and the three parts of TTFT (means) are those of streamed answers that ended
+    in this second, of at most 512 a model; tokens are those of all answers. `waited_s`: in the
+    gateway's queue. `prefill_s`: from there until the prompt was computed, the worker's queue
+    included. `handoff_s`: from there to the first token: KV that was still moving, and the first
+    decode step.
     """
 
     at: float

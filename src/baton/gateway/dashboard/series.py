@@ -37,6 +37,7 @@ class Series:
         self._records, self._completions = records, completions
         self._before_s = self._clock.now()
         self._num_before = self._num_failed_before = 0
+        self._tokens_before = self._sum_tokens()
         self.points: deque[Point] = deque(maxlen=NUM_POINTS)
         self._targets = services.metrics.targets
         self._counted: deque[dict[tuple[str, str], tuple[int, int]]] = deque(
@@ -49,6 +50,11 @@ class Series:
         since_s = max(1e-3, now - self._before_s)
         ended = list(self._ended_since(self._before_s))
         num, num_failed = records.num_added, records.num_failed
+        tokens = self._sum_tokens()
+        computed, cached, output = (
+            _round((num - before) / since_s)
+            for num, before in zip(tokens, self._tokens_before, strict=True)
+        )
         ttft_s = sorted(each.ttft_s for each in ended)
         tpot_s = sorted(each.tpot_s for each in ended)
         split = [each for each in ended if each.prefill_s is not None]
@@ -66,10 +72,11 @@ class Series:
             handoff_s=_mean(
                 max(0.0, each.ttft_s - each.waited_s - (each.prefill_s or 0.0)) for each in split
             ),
-            computed_tokens=_round(sum(each.num_tokens for each in ended) / since_s),
-            cached_tokens=_round(sum(each.num_cached for each in ended) / since_s),
-            answer_tokens=_round(sum(each.num_streamed for each in ended) / since_s),
+            computed_tokens=computed,
+            cached_tokens=cached,
+            answer_tokens=output,
         )
+        self._tokens_before = tokens
         self._before_s, self._num_before, self._num_failed_before = now, num, num_failed
         self.points.append(point)
         totals = self._targets.totals.items()
@@ -93,6 +100,15 @@ class Series:
                 )
             )
         return tuple(shown)
+
+    def _sum_tokens(self) -> tuple[int, int, int]:
+        """Of all answers: of their prompts computed, and cached, and of themselves."""
+        costs = self._services.load.models.values()
+        return (
+            sum(each.num_computed_tokens for each in costs),
+            sum(each.num_cached_tokens for each in costs),
+            sum(each.num_output_tokens for each in costs),
+        )
 
     def _ended_since(self, before_s: float) -> Iterable[EndedRequest]:
         for model in self._services.workers.fleet.models:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.bench import statistics
-from baton.bench.compare import compare, read_side
+from baton.bench.compare import collect_rates, compare, read_side
 from baton.bench.files import RunManifest
 from baton.bench.load.job import LoadInfo, Report, WorkloadInfo
 from baton.bench.load.records import Slo, compute_figures
@@ -114,6 +114,15 @@ def test_several_runs_a_side():
     assert found.num_runs == (4, 4)
     assert line_of(found, "TTFT mean").test == "runs"
     assert line_of(found, "output").judgement == "worse"
+
+
+def test_tokens_that_came_after_the_window_do_not_count():
+    times = tuple(0.1 * at for at in range(1, 105))  # 4 of them once sending was stopped
+    records = [whole(sent_s=0.0, token_s=times, num_output=len(times))]
+    figures = compute_figures(records, 10.05, Slo())
+    (run,) = collect_rates([report_of(records, figures=figures)])
+    mean = sum(float(rate) for (rate,) in run.clusters) / run.num_clusters
+    assert mean == pytest.approx(figures.output_tokens_per_s)
 
 
 def test_a_side_without_answers_is_too_bad_and_does_not_crash():

@@ -100,18 +100,18 @@ def test_single_lapsed_leases_are_no_alert():
     assert names(several, 9.0, num_lapsed_leases={"a": 2, "b": 1}) == [AlertName.LEASES_LAPSED]
 
 
-@pytest.mark.parametrize(("actual", "is_off"), [(4000, True), (6000, False)])
-def test_predicted_tokens_that_were_not_cached(actual, is_off):
+@pytest.mark.parametrize(("found_tokens", "is_off"), [(4000, True), (6000, False)])
+def test_predicted_tokens_that_were_not_cached(found_tokens, is_off):
     several = rules()
-    assert not names(several, 0.0, predicted_tokens=0, actual_tokens=0)
-    found = names(several, 5.0, predicted_tokens=10_000, actual_tokens=actual)
+    assert not names(several, 0.0, predicted_tokens=0, found_tokens=0)
+    found = names(several, 5.0, predicted_tokens=10_000, found_tokens=found_tokens)
     assert (found == [AlertName.PREFIX_PREDICTION]) is is_off
 
 
 def test_few_predicted_tokens_show_nothing():
     several = rules()
     names(several, 0.0)
-    assert not names(several, 5.0, predicted_tokens=100, actual_tokens=0)
+    assert not names(several, 5.0, predicted_tokens=100, found_tokens=0)
 
 
 @pytest.mark.parametrize(("load_s", "is_slow"), [(1.2, True), (1.1, False)])

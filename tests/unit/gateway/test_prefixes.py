@@ -1,0 +1,35 @@
+"""What is counted of predictions: hits that were not predicted make up for nothing."""
+
+from __future__ import annotations
+
+from baton.config.sections import AlertsSection
+from baton.gateway.alerts.observations import Observations
+from baton.gateway.alerts.rules import AlertRules
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.prefixes import Prefixes
+from baton.gateway.workers import Workers
+from baton.protocol.alerts import AlertName
+from baton.testing.clocks import ManualClock
+
+
+def test_hits_that_were_not_predicted_do_not_hide_those_that_failed() -> None:
+    metrics = GatewayMetrics()
+    prefixes = Prefixes(Workers([], metrics), {}, ManualClock(), metrics.registry)
+    for _ in range(10):
+        prefixes.note_actual(5000, 0)
+        prefixes.note_actual(0, 5000)
+        prefixes.note_actual(100, 60)
+    prefixes.close()
+
+    def counted(kind: str) -> float | None:
+        name = "baton_router_cached_tokens_total"
+        return metrics.registry.get_sample_value(name, {"kind": kind})
+
+    assert [counted(kind) for kind in ("predicted", "actual", "found")] == [51_000, 50_600, 600]
+    rules = AlertRules(AlertsSection())
+    rules.evaluate(Observations(), 0.0)
+    seen = Observations(
+        predicted_tokens=prefixes.num_predicted_tokens, found_tokens=prefixes.num_found_tokens
+    )
+    (condition,) = rules.evaluate(seen, 5.0)
+    assert condition.alert == AlertName.PREFIX_PREDICTION
