@@ -19,6 +19,7 @@ from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.handoff.pool_mode.store_access import find_pieces
 from baton.store.counted_tier import CountedTier, make_families
 from baton.store.entry_format import HEADER_BYTES
+from baton.store.folder import directory
 from baton.store.folder.bodies import (
     NewEntry,
     PooledBodies,
@@ -162,17 +163,21 @@ class TestSharedTier(FolderFaultContract):
     def test_another_worker_removes_a_dead_clusters_folder_first(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        dead, stat = tmp_path / "baton-dead-store", Path.stat
+        """Its lock is had after that: there is nothing left to be removed."""
+        dead, lock = tmp_path / "baton-dead-store", directory.try_lock_alone
         Folder(dead).close()
+        tried: list[Path] = []
 
-        def removed_after(path: Path, **options: bool) -> os.stat_result:
-            status = stat(path, **options)
-            if path == dead:
+        def lock_after_another(fd: int) -> bool:
+            path = Path(f"/proc/self/fd/{fd}").readlink()
+            if path.parent == dead and not tried:
+                tried.append(path)
                 assert remove_if_abandoned(dead)
-            return status
+            return lock(fd)
 
-        monkeypatch.setattr(Path, "stat", removed_after)
+        monkeypatch.setattr(directory, "try_lock_alone", lock_after_another)
         with self.opened(tmp_path) as tier:
+            assert tried
             assert put(tier, "a") is PutResult.STORED
         assert list(tmp_path.iterdir()) == []
 

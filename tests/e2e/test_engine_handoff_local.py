@@ -135,7 +135,8 @@ def test_tokens_are_those_of_one_engine_alone(
     copier.hand_over("r", max_tokens=12)
     assert copier.decode.tokens("r") == alone(loaded, max_tokens=12)
     assert copier.decode.traces["r"].num_received_tokens == len(PROMPT)
-    assert copier.decode.loop.stats().prompt_tokens == len(PROMPT)
+    assert copier.prefill.loop.stats().computed_prompt_tokens == len(PROMPT)
+    assert copier.decode.loop.stats().computed_prompt_tokens == 0
     copier.prefill.check_all_blocks_are_free()
     copier.decode.check_all_blocks_are_free()
 

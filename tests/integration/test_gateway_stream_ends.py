@@ -78,16 +78,32 @@ class TestIsFinished:
         assert not record.is_finished
 
 
-def test_a_worker_dies_between_usage_and_done() -> None:
+@pytest.mark.parametrize("has_another", [True, False])
+def test_a_worker_dies_between_usage_and_done(has_another: bool) -> None:
+    async def scenario(cluster: Cluster) -> None:
+        async with cluster.post(ASKED) as response:
+            body = await response.read()
+        assert body.endswith(USAGE + DONE)
+        assert (body.count(USAGE), body.count(DONE)) == (1, 1)
+        assert b"error" not in body
+        assert not any(other.visits for other in cluster.decodes[1:]), "nothing was missing"
+
+    dies = stream_of(TEXT, FINISH, USAGE, dies=True)
+    if has_another:
+        run(scenario, **two_decodes(dies, go_on))
+    else:
+        run(scenario, prefills=0, decodes=[ScriptedWorker("d0", "decode", dies)])
+
+
+def test_a_worker_dies_between_the_last_token_and_usage() -> None:
     async def scenario(cluster: Cluster) -> None:
         async with cluster.post(ASKED) as response:
             body = await response.read()
         assert len(cluster.decodes[1].visits) == 1
         assert b"WRONG" not in body
-        assert body.count(DONE) == 1
-        assert b"error" not in body
+        assert body.endswith(USAGE + DONE)
 
-    run(scenario, **two_decodes(stream_of(TEXT, FINISH, USAGE, dies=True), go_on))
+    run(scenario, **two_decodes(stream_of(TEXT, FINISH, dies=True), go_on))
 
 
 def test_a_worker_is_given_up_while_its_client_takes_the_end(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import sys
 from contextlib import closing
+from dataclasses import replace
 from json import loads as parse
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from baton.errors import StoreError
 from baton.handoff.pool_mode.store_access import label_tenant, open_keyed_store
 from baton.ops.store import evict
 from baton.ops.store_archive import export_entries
+from baton.store.folder import entry_files
 from baton.store.folder.directory import Folder
 from baton.store.folder.shared_capacity import CAPACITY_FILE
 from baton.store.interface import NO_TENANT, TenantLabel
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from baton.store.capacity import StoredEntry
     from baton.store.interface import Body
 
 KEY = "5" * 64
@@ -376,3 +380,28 @@ def test_what_a_server_was_not_asked_for_is_not_left_out_silently(
     assert not archive.exists()
     store.close()
     server.close()
+
+
+def test_a_tenants_entry_that_the_disk_does_not_read_counts_as_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing does not show whose it is: more tenants have entries than it has places for."""
+    options = {"file": {"directory": str(folder)}}
+    store = open_keyed_store(("file",), options, key=ClusterKey.from_hex(KEY), clock=MachineClock())
+    (tier,) = store.tiers
+    list_entries, open_file = tier.inner.entries, entry_files.open_unnoticed
+
+    def hide_tenants() -> list[StoredEntry]:
+        return [replace(entry, tenant=NO_TENANT) for entry in list_entries()]
+
+    def fail_for_one(name: str, fd: int) -> int:
+        if name == name_of("a").hex():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return open_file(name, fd)
+
+    monkeypatch.setattr(tier.inner, "entries", hide_tenants)
+    monkeypatch.setattr(entry_files, "open_unnoticed", fail_for_one)
+    (done,) = evict(store.tiers, tenant=TENANT)
+    assert (done.num_removed, done.num_left) == (0, 1)
+    assert (folder / name_of("a").hex()).exists()
+    store.close()

@@ -37,7 +37,7 @@ from baton.gateway.response_forwarder import (
     EarlyFirstToken,
     ResponseForwarder,
     find_cached_tokens,
-    has_done,
+    find_missing_end,
 )
 from baton.gateway.resumption import Resumption
 from baton.gateway.running_streams import REST_TOKENS, RunningStream
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from baton.gateway.standby import Standby
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.prefixes import PromptMatch
+
+NOT_EXPECTED: Final = "none is expected back"
 
 
 class RequestProxy:
@@ -187,8 +189,8 @@ class RequestProxy:
             why_not = await self._wait_for_decode(failover)
             if why_not is not None:
                 self._context.end_retry(has_failed=True)
-                has_waited = self._wait_ends_at is not None
-                if failed is not None and (self._context.has_sent_bytes or not has_waited):
+                is_final = why_not == NOT_EXPECTED or self._context.has_sent_bytes
+                if failed is not None and is_final:
                     raise failed
                 raise NoWorkerError(f"{placement.reason}; {why_not}") from failed
             self._look_again()
@@ -200,7 +202,7 @@ class RequestProxy:
         known = self._decodes_in(self._services.workers.fleet)
         away = frozenset(w.id for w in known if not w.available and not w.ejected)
         if not away and (known or not self._services.options.members):
-            return "none is expected back"
+            return NOT_EXPECTED
         failover.forgive(away)
 
         def is_served(fleet: Fleet) -> bool:
@@ -474,10 +476,11 @@ class RequestProxy:
             with worker.cancel_scope(), services.streams.hold(stream):
                 await self._forward(answer, url, body, headers)
         except UpstreamError:
-            if not has_done(context):
+            end = find_missing_end(context, self._resumption.record)
+            if end is None:
                 raise
             self._is_given_up = True  # while the client takes the end of its stream
-            await self._send({"type": "http.response.body", "body": b""})
+            await self._send({"type": "http.response.body", "body": end})
 
     async def _forward(
         self, answer: ResponseForwarder, url: URL, body: bytes, headers: bytes

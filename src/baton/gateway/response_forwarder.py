@@ -31,7 +31,7 @@ from baton.gateway.errors import (
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.request_context import RequestContext, Services, note_error
-from baton.gateway.stream_record import DONE, ERROR_EVENT, StreamRecord
+from baton.gateway.stream_record import DONE, END_OF_EVENT, ERROR_EVENT, StreamRecord
 from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import (
     FIRST_TOKEN_AGE_HEADER,
@@ -175,15 +175,18 @@ class ResponseForwarder:
                 is_seeded=SEED_HEADER.encode() in response.headers,
             )
             self._resumption.num_prompt_tokens = _read_prompt_tokens(response)
+            lost: UpstreamError | None = None
             try:
                 await self._pump(response, has_begun=has_begun)
-            except UpstreamError:
-                if not has_done(self._context):  # what comes after the end is of no interest
+            except UpstreamError as exc:
+                lost = exc
+            end = find_missing_end(self._context, self._record)
+            if end is None:
+                if lost is not None:
                     self._check_moved()
-                    raise
-            if not has_done(self._context):
+                    raise lost
                 raise WorkerLostError(f"{self._decode.id} ended its stream without [DONE]")
-            await self._send({"type": "http.response.body", "body": b""})
+            await self._send({"type": "http.response.body", "body": end})
         else:
             await self._forward_whole(response)
 
@@ -325,9 +328,11 @@ class ResponseForwarder:
         await send_whole(self._send, response.status, body, (*headers, own))
 
 
-def has_done(context: RequestContext) -> bool:
-    """Whether all of a stream was sent, up to its `[DONE]`."""
-    return context.tail.rstrip().endswith(DONE)
+def find_missing_end(context: RequestContext, record: StreamRecord) -> bytes | None:
+    """What a stream lacks of which the client has the answer; None: more than `[DONE]`."""
+    if context.tail.rstrip().endswith(DONE):
+        return b""
+    return DONE + END_OF_EVENT if record.has_usage else None
 
 
 def _join_tail(tail: bytes, events: bytes) -> bytes:

@@ -235,7 +235,9 @@ class StreamMoves:
             stream.resumption.note_not_moved(why)
             stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
             stream.move_task = None
-            stream.release_standby()
+            stream.standby = None
+            if standby is not None:  # not by way of the stream, which may have ended meanwhile
+                standby.release()
             return
         why_there = f"moved from {stream.decode.id} ({cause})"
         placement = Placement(None, target, why=(why_there,))

@@ -144,6 +144,11 @@ class StreamRecord:
         return any(map(_has_finish, self._last.split(END_OF_EVENT)))
 
     @property
+    def has_usage(self) -> bool:
+        """Whether the last that the client has got is usage: nothing follows it but `[DONE]`."""
+        return any(map(_is_usage, self._last.split(END_OF_EVENT)))
+
+    @property
     def can_go_on(self) -> bool:
         """Whether another worker could go on with it, and has something to compute."""
         return self.is_kept and not self.is_finished
@@ -223,14 +228,19 @@ _event_decoder = msgspec.json.Decoder(_Event)
 
 def _has_finish(event: bytes) -> bool:
     """Whether an event has the reason, or is one of those that follow it: usage, `[DONE]`."""
-    if not event.startswith(DATA):
-        return False
-    if event == DONE:
-        return True
+    choices = _decode(event).choices
+    has_reason = any(choice.finish_reason is not None for choice in choices)
+    return has_reason or event == DONE or _is_usage(event)
+
+
+def _is_usage(event: bytes) -> bool:
+    decoded = _decode(event)
+    return not decoded.choices and bytes(decoded.usage) not in {b"", b"null"}
+
+
+def _decode(event: bytes) -> _Event:
+    """An event; an empty one for what is none."""
     try:
-        decoded = _event_decoder.decode(event[len(DATA) :])
+        return _event_decoder.decode(event.removeprefix(DATA))
     except UNDECODABLE:
-        return False
-    if not decoded.choices:
-        return bytes(decoded.usage) not in {b"", b"null"}
-    return any(choice.finish_reason is not None for choice in decoded.choices)
+        return _Event()

@@ -451,9 +451,9 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         match peer_transports.reach(peer):
             case Reachability.READY:
                 return "READ"
-            case Reachability.WAITING:
+            case Reachability.WAITING if peer_transports.is_attaching(peer):
                 return None
-            case Reachability.NONE:
+            case _:  # probes of a half-open route may take longer than writes
                 return "WRITE"
 
     def _import_blocks(self, incoming: IncomingHandoff, exported: BlocksExported) -> None:

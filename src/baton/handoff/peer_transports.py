@@ -302,10 +302,14 @@ class PeerTransportUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerTransportLost:
-    """A route to the peer was not attached, or broke. There may be others."""
+    """A route to the peer was not attached, or broke. There may be others.
+
+    `was_up`: it was in use, so that handoffs may have sent over it.
+    """
 
     peer: Peer
     transport: str
+    was_up: bool = False
 
 
 class TransportChoice(Record, frozen=True):
@@ -429,6 +433,11 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         soon = known.in_state(PeerTransportState.ATTACHING, PeerTransportState.HALF_OPEN)
         return Reachability.WAITING if set(soon) - set(avoid) else Reachability.NONE
 
+    def is_attaching(self, peer: Peer) -> bool:
+        """Whether a route is being attached; one that is attached and half-open is not."""
+        known = self._by_peer.get(id(peer))
+        return known is not None and any(known.in_state(PeerTransportState.ATTACHING))
+
     def is_up(self, peer: Peer, avoid: Collection[str] = ()) -> bool:
         """Whether something can be moved now, be it by the second best."""
         known = self._by_peer.get(id(peer))
@@ -534,8 +543,9 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if found is None:
             return None
         known, peer_transport = found
+        was_up = peer_transport.state is PeerTransportState.UP
         self._back_off(known, peer_transport, str(error))
-        return PeerTransportLost(known.peer, peer_transport.kind)
+        return PeerTransportLost(known.peer, peer_transport.kind, was_up)
 
     def explain(self, peer: Peer) -> BatonError:
         """Why a peer cannot be reached."""

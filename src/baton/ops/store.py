@@ -235,10 +235,10 @@ def evict(
             latest = MachineClock().unix_now() - older_than_hours * HOUR_S
             victims = [e for e in victims if e.used_at < latest and not e.is_pinned]
         elif tenant is not None:
-            owners = [_find_tenant(tier, entry) for entry in victims]
-            num_unknown = owners.count(None)
-            pairs = zip(victims, owners, strict=True)
-            victims = [entry for entry, owner in pairs if owner == tenant]
+            owners = {entry.name: _find_tenant(tier, entry) for entry in victims}
+            victims = [entry for entry in victims if owners[entry.name] == tenant]
+            if None in owners.values():  # evicted meanwhile, or there and not to be read
+                num_unknown = sum(owners.get(each.name, tenant) is None for each in tier.entries())
         removed = _remove(tier, victims)
         num_left = len(victims) - len(removed) + num_unknown
         done.append(TierEviction(tier.kind, len(removed), _sum_bytes(removed), num_left))
@@ -309,7 +309,7 @@ def _group_by_tenant(entries: Sequence[StoredEntry]) -> tuple[TenantStats, ...]:
 def _find_tenant(tier: CountedTier, entry: StoredEntry) -> TenantLabel | None:
     """Whose an entry is; where the listing does not show it, its header does.
 
-    None: it is there, and cannot be read.
+    None: it cannot be read.
 
     Raises:
         StoreError: its server does not answer.
@@ -321,7 +321,7 @@ def _find_tenant(tier: CountedTier, entry: StoredEntry) -> TenantLabel | None:
         with lease:
             return lease.tenant
     check_answers(tier)
-    return None if tier.inner.find((entry.name,)) else NO_TENANT
+    return None
 
 
 def check_answers(tier: CountedTier) -> None:

@@ -291,6 +291,7 @@ class Scaler:
     def _merge(self, reports: Mapping[str, DemandReport], now: float) -> list[ModelDemand]:
         """This model's part of the reports, and what its requests are like."""
         found: list[ModelDemand] = []
+        shapes: list[tuple[int, RequestShape]] = []
         for gateway, report in reports.items():
             own = next((each for each in report.models if each.model == self.model), None)
             if own is None:
@@ -300,11 +301,11 @@ class Scaler:
             if counter is None or counter.epoch != report.epoch:
                 counter = self._counters[gateway] = _Counter(report.epoch)
             counter.add(own.num_begun, now)
+            if own.shape is not None:
+                shapes.append((counter.count_since(now - SLOW_S)[0], own.shape))
         for gateway in [name for name, each in self._counters.items() if _is_old(each, now)]:
             del self._counters[gateway]
-        # The gateway that answered most knows best.
-        shapes = [(len(each.ended), each.shape) for each in found if each.shape is not None]
-        if shapes:
+        if shapes:  # the gateway that was asked most knows best
             self._shape = max(shapes, key=lambda each: each[0])[1]
         return found
 

@@ -13,26 +13,28 @@ from baton.errors import TransferError
 from baton.handoff.peer_transports import (
     PeerTransport,
     PeerTransportLost,
+    PeerTransportState,
     PeerTransportTable,
     PeerTransportUp,
     Reachability,
 )
+from baton.handoff.prefill_sender import PrefillSender
 from baton.handoff.probing import LinkProber
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import NullObserver
 from baton.transfer.links.cost_model import NETWORK, TransferShape
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.transports.tcp.transport import TcpTransport
+from tests.unit.handoff.test_send_session import make_written_session
 
 MIB_100 = SimpleNamespace(shape=TransferShape(100 << 20, 1), predicted_s=0.1)
 
 
 class IdleTransport:
-    kind = "tcp"
     capabilities = TcpTransport.capabilities
 
-    def __init__(self) -> None:
-        self._ids = count()
+    def __init__(self, kind: str = "tcp") -> None:
+        self.kind, self._ids = kind, count()
 
     def attach(self, _descriptor: object) -> int:
         return next(self._ids)
@@ -42,38 +44,43 @@ class IdleTransport:
 
 
 class Route:
-    """A table with one peer, and one route to it."""
+    """A table with one peer, and one route to it, with or without another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: str | None = None) -> None:
         self.clock, self.transport = ManualClock(), IdleTransport()
+        transports = [self.transport]
+        if other is not None:
+            transports.append(IdleTransport(other))
         self.table = PeerTransportTable(
-            (self.transport,),
+            tuple(transports),
             clock=self.clock,
             rule="measured",
             preferred_op="WRITE",
-            probed_transports={"tcp"},
+            probed_transports={each.kind for each in transports},
             observer=NullObserver(),
         )
-        region = SimpleNamespace(transport="tcp")
+        regions = tuple(SimpleNamespace(transport=each.kind) for each in transports)
         self.peer = SimpleNamespace(
             name="d",
             dialed=None,
-            hello=SimpleNamespace(preferred_op="WRITE", probe_buffers=(region,)),
-            negotiated=SimpleNamespace(theirs=SimpleNamespace(regions=(region,))),
+            hello=SimpleNamespace(preferred_op="WRITE", probe_buffers=regions),
+            negotiated=SimpleNamespace(theirs=SimpleNamespace(regions=regions)),
             encoded_views={},
         )
         assert self.table.attach_all(self.peer) == []
-        (self.only,) = self.table.of(self.peer)
+        self.only, *others = self.table.of(self.peer)
+        for each in others:
+            self.table.attached(each.transport, each.remotes[RAW])
 
     def attached(self) -> PeerTransportUp | None:
         return self.table.attached(self.transport, self.only.remotes[RAW])
 
     def fail_and_attach_again(self) -> None:
         self.table.lost(self.transport, self.only.remotes[RAW], TransferError("it broke"))
-        assert self.table.reach(self.peer) is Reachability.NONE
+        assert self.only.state is PeerTransportState.DOWN
         self.clock.advance(1.0)
         assert self.table.tick() == []
-        assert self.table.reach(self.peer) is Reachability.WAITING
+        assert self.only.state is PeerTransportState.ATTACHING
 
 
 def test_a_route_that_is_probed_before_it_is_used_again_is_waited_for() -> None:
@@ -104,6 +111,37 @@ def test_a_route_that_was_up_is_not_reported_as_no_handoff_waits_for_it() -> Non
     route.attached()
     route.table.penalize(route.peer, "tcp", "a probe brought other bytes")
     assert route.table.tick() == []
+
+
+def test_handoffs_over_another_route_do_not_fail_over_from_one_whose_probes_failed() -> None:
+    route = Route("other")
+    route.attached()
+    route.fail_and_attach_again()
+    route.attached()
+    assert route.only.state is PeerTransportState.HALF_OPEN
+    session = make_written_session()
+    outgoing = SimpleNamespace(
+        session=session, granted=SimpleNamespace(peer=route.peer), waits=False
+    )
+    sender = PrefillSender.__new__(PrefillSender)
+    sender._context = SimpleNamespace(peer_transports=route.table)
+    sender._of = lambda _: [outgoing]
+    route.table.penalize(route.peer, "tcp", "no answer to a probe")
+    (lost,) = route.table.tick()
+    sender.transport_down(lost)
+    assert session.excluded == set()
+    assert session.order.trace.reroutes == []
+
+
+def test_a_half_open_route_is_not_being_attached() -> None:
+    """Who could read over it has the peer write meanwhile."""
+    route = Route()
+    assert route.table.is_attaching(route.peer)
+    route.attached()
+    route.fail_and_attach_again()
+    assert route.table.is_attaching(route.peer)
+    route.attached()
+    assert not route.table.is_attaching(route.peer)
 
 
 def make_prober(route: Route) -> LinkProber:

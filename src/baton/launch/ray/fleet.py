@@ -145,8 +145,14 @@ class RayFleet:
 
     async def _list_counted(self, role: MemberRole, names: Collection[str]) -> list[str]:
         """Processes of a role that serve or start, the oldest first."""
+        return await self._list_in_state(role, names, COUNTED)
+
+    async def _list_in_state(
+        self, role: MemberRole, names: Collection[str], states: Collection[str]
+    ) -> list[str]:
+        """Processes of a role in these states, the oldest first; without an answer: "starting"."""
         members = await asyncio.gather(*(self._report(name) for name in _of_role(role, names)))
-        return [member.name for member in members if member.state in COUNTED]
+        return [member.name for member in members if member.state in states]
 
     # Adding
 
@@ -222,7 +228,7 @@ class RayFleet:
             async for line in self._add(group, 1, names, near):
                 yield line
         except UnplacedError as exc:  # what does not start ends the upgrade: nothing is lost by it
-            if await self._list_counted(group.role, names) == [name]:
+            if await self._list_in_state(group.role, names, {"ready"}) == [name]:
                 raise FleetError(
                     f"the upgrade ends here, and {name} serves as before: there is no room for its "
                     f"successor, and no other worker serves in its role. {exc}"

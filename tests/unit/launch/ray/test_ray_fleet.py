@@ -190,7 +190,9 @@ def test_a_successor_that_does_not_start_ends_the_upgrade_and_nothing_else(
     assert supervisors.calls == [("remove", "decode-2")]
 
 
-@pytest.mark.parametrize("states", ["ready failed", "failed ready", "ready ready", "failed failed"])
+@pytest.mark.parametrize(
+    "states", ["ready failed", "ready away", "failed ready", "ready ready", "failed failed"]
+)
 def test_without_room_a_worker_is_drained_first_but_not_the_last_one_that_serves(
     supervisors, monkeypatch, states
 ):
@@ -199,6 +201,9 @@ def test_without_room_a_worker_is_drained_first_but_not_the_last_one_that_serves
 
     supervisors.names.remove("prefill-0")
     supervisors.states = dict(zip(("decode-0", "decode-1"), states.split(), strict=True))
+    if states == "ready away":  # its host is gone
+        del supervisors.states["decode-1"]
+        supervisors.away = {"decode-1"}
 
     def create_supervisor(plan, group, name, *, near):
         supervisors.names.add(name)
@@ -211,7 +216,7 @@ def test_without_room_a_worker_is_drained_first_but_not_the_last_one_that_serves
     monkeypatch.setattr("baton.launch.ray.start.list_hosts", list)
     monkeypatch.setattr(supervisors, "do_give_key", give_key)
     lines = RayFleet(supervisors, PLAN, 1.0).upgrade()
-    if states == "ready failed":
+    if states in {"ready failed", "ready away"}:
         with pytest.raises(FleetError, match="decode-0 serves as before: there is no room for"):
             lines_of(lines)
         assert "decode-0" in supervisors.names
