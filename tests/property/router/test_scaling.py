@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -198,6 +199,21 @@ def test_a_gateway_that_begins_again_is_no_burst_and_no_lull() -> None:
     size = follow(scaler, traffic, Size(1, 1), 600.0, 5.0)
     traffic.epoch, traffic.num_begun = "b", 0.0
     assert follow(scaler, traffic, size, 60.0, 5.0) == size
+
+
+@pytest.mark.parametrize("is_idle_first", [True, False])
+def test_requests_are_as_those_of_the_gateway_that_is_asked_most(is_idle_first: bool) -> None:
+    """Whatever it reports of streams: answers of one token are none."""
+    scaler, idle, busy = Scaler("demo", pools()), Traffic(), Traffic()
+    idle.ended = busy.ended = ()
+    idle.shape = msgspec.structs.replace(SHAPE, prefill_s=0.01 * SHAPE.prefill_s)
+    size = Size(1, 1)
+    for _ in range(12):
+        pairs = [("idle", idle.after(5.0, 0.0)), ("busy", busy.after(5.0, 12.0))]
+        found = {name: each["gateway"] for name, each in sorted(pairs, reverse=is_idle_first)}
+        resize = scaler.decide(found, size, Size(), busy.now)
+        size = size if resize is None else resize.size
+    assert size.prefill >= 12 * SHAPE.prefill_s
 
 
 @pytest.mark.parametrize("silent_s", [70.0, 301.0, 5000.0])
