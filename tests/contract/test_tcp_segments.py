@@ -42,10 +42,13 @@ class TestCounting(TransportKit):
 
     def test_a_write_counts_where_it_is_sent_from_and_once(self, pair):
         remote = pair.attach()
-        self.write(pair, remote)
-        (sent,), (answered,) = taken(pair.writer).items(), taken(pair.reader).items()
-        assert (sent[0], answered[0]) == (pair.reader.epoch, pair.writer.epoch)
-        assert sent[1].num_bytes - sent[1].num_retransmitted * 65_536 > KV_BYTES
+        for _ in range(10):  # on a busy machine segments are sent twice, even here
+            self.write(pair, remote)
+            (sent,), (answered,) = taken(pair.writer).items(), taken(pair.reader).items()
+            assert (sent[0], answered[0]) == (pair.reader.epoch, pair.writer.epoch)
+            if not sent[1].num_retransmitted:
+                break
+        assert sent[1].num_bytes > KV_BYTES
         assert sent[1].num_bytes < 2 * KV_BYTES
         assert 0 < answered[1].num_bytes < MESSAGE_BYTES
         assert not taken(pair.writer), "nothing was sent since"

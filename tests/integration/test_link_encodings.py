@@ -80,18 +80,21 @@ def test_kv_is_encoded_once_the_link_is_slow(op: TransferOp, far_cable: FarHost)
         on_host(far_cable, node("d", pages=ours, host=far, op=op, **settings)) as d,
     ):
         fill(p)
-        fast = run_until_chosen(p, d, "raw")  # a busy machine may choose int8 at first
         reporting = p if op == "WRITE" else d
-        fast.check_bytes()
-        (link,) = read_links(reporting)
-        assert (link.encoding, link.kv_byte_s) == ("raw", None)
-        estimate = fast.receiving.trace.encoding_estimate
-        assert estimate is not None
-        assert estimate.chosen == "raw"
-        raw_bytes = fast.receiving.num_tokens * LAYOUT.bytes_per_token
-        assert estimate.raw_s < 0.1 * raw_bytes / SLOW_LINK, "the link is not fast"
+        for _ in range(MOST_MEASURED):
+            fast = run_until_chosen(p, d, "raw")  # a busy machine may choose int8 at first
+            fast.check_bytes()
+            (link,) = read_links(reporting)
+            assert (link.encoding, link.kv_byte_s) == ("raw", None)
+            estimate = fast.receiving.trace.encoding_estimate
+            assert estimate is not None
+            assert estimate.chosen == "raw"
+            raw_bytes = fast.receiving.num_tokens * LAYOUT.bytes_per_token
+            raw_s = raw_bytes / SLOW_LINK
+            if estimate.raw_s < 0.1 * raw_s:
+                break
+        assert estimate.raw_s < 0.1 * raw_s, "the link is not fast"
 
-        raw_s = raw_bytes / SLOW_LINK
         with far_cable.limited(SLOW_LINK):
             for _ in range(MOST_MEASURED):  # on a busy machine int8 may be chosen before
                 slow = run_until_chosen(p, d, "int8/1")
