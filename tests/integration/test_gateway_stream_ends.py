@@ -10,6 +10,7 @@ import pytest
 
 from baton.gateway.admission import Admission
 from baton.gateway.stream_record import RecordBudget, StreamRecord
+from baton.gateway.workers import Worker
 from baton.ids import WorkerId
 from baton.net.http_exchange import HttpExchange
 from baton.router.load import RunningRequest
@@ -127,6 +128,15 @@ def test_a_worker_is_given_up_while_its_client_takes_the_end(
 
     monkeypatch.setattr(HttpExchange, "write", write_until_full)
     monkeypatch.setattr(HttpExchange, "drain", wait_for_room)
+    abandoned: list[str] = []
+    abandon = Worker.abandon
+
+    def note_abandoned(self: Worker, reason: str) -> None:
+        if self.is_waited_for:
+            abandoned.append(reason)
+        abandon(self, reason)
+
+    monkeypatch.setattr(Worker, "abandon", note_abandoned)
 
     async def scenario(cluster: Cluster) -> None:
         first, second = cluster.decodes
@@ -143,7 +153,8 @@ def test_a_worker_is_given_up_while_its_client_takes_the_end(
             return await cluster.metric("baton_gateway_worker_up{") == 1
 
         await until_true(is_given_up)
-        await asyncio.sleep(1.0)  # abandon_after_s, and what would follow it
+        await until(lambda: abandoned)
+        await asyncio.sleep(0.5)  # another worker would be asked
         room.set()
         body = await asking
         assert not second.visits, "nothing was missing"

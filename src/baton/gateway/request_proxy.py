@@ -231,7 +231,8 @@ class RequestProxy:
         """What an answer shows of its worker and of caches; how many tokens it has."""
         status, workers = self._context.status or 0, self._services.workers
         worker = workers.with_id(placement.decode.id)
-        if status < CLIENT_ERROR and worker is not None and not self._is_given_up:  # 4xx: its fault
+        is_well = status < CLIENT_ERROR and not self._is_given_up  # 4xx: the request's own fault
+        if is_well and worker is not None:
             self._services.health_monitor.note_answered(worker)
         if self._body.stream:
             self._context.num_streamed = self._resumption.record.num_taken

@@ -64,7 +64,7 @@ from baton.telemetry.trace import Stamp
 from baton.transfer.interface import TransferId, Transport, find_read_scopes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from baton.handoff.agent import ReadyLayers
     from baton.handoff.heartbeat import PendingPrefills
@@ -296,7 +296,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             if session.phase is SendPhase.OFFERED:
                 self._try_begin(outgoing)
                 continue
-            if not event.was_up and self._has_route(event.peer, session.excluded):
+            reach = self._context.peer_transports.reach(event.peer, session.excluded)
+            if not event.was_up and reach is not Reachability.NONE:
                 self._resume(outgoing)  # it has sent nothing over that one
                 continue
             if session.is_written and not self._fail_over(outgoing, event.peer, event.transport):
@@ -437,9 +438,6 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             encoding, distance = granted.grant.encoding, granted.ticket.distance
             self._context.peer_transports.record_handoff(granted.peer, encoding, distance)
             self._perform(outgoing, session.begin(view.page_tokens, is_gathered=view.is_gathered))
-
-    def _has_route(self, peer: Peer, excluded: Collection[str]) -> bool:
-        return self._context.peer_transports.reach(peer, excluded) is not Reachability.NONE
 
     def _is_reachable(self, peer: Peer) -> bool:
         """Whether there is a route; if not, `route_found` or `route_lost` follows.

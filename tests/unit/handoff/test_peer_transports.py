@@ -149,7 +149,7 @@ def make_prober(route: Route) -> LinkProber:
     return LinkProber(route.table, SimpleNamespace(), target, ProbeBounds())
 
 
-def test_a_route_on_trial_is_probed_though_data_is_moving_and_others_are_not() -> None:
+def test_a_half_open_route_is_probed_though_data_is_moving_and_others_are_not() -> None:
     """Handoffs may wait for it, on a worker that is never idle."""
     route = Route()
     prober = make_prober(route)
@@ -164,7 +164,7 @@ def test_a_route_on_trial_is_probed_though_data_is_moving_and_others_are_not() -
     assert prober.active is not None
 
 
-def test_a_route_on_trial_that_cannot_be_probed_is_left_alone(
+def test_a_half_open_route_that_cannot_be_probed_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     route = Route()
