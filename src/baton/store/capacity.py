@@ -70,7 +70,7 @@ class Capacity:
         return self.capacity_bytes - self.committed_bytes - self.reserved_bytes
 
     def try_reserve(self, num_bytes: int) -> Self | None:
-        """So much is about to be kept; None for want of room; for 0, too, where too much is kept."""
+        """So much is about to be kept; None for want of room, for 0 too if too much is kept."""
         if num_bytes > self._left_bytes:
             return None
         reserved_bytes = self.reserved_bytes + num_bytes
