@@ -133,8 +133,13 @@ def offer(
     )
 
 
-def expect(harness: RankHarness, ends: tuple[WorkerRef, WorkerRef] = ONE_RANK) -> StepOrders:
-    return StepOrders(expected=(StartReceive("r", prompt(harness, 7, ends), 0, 0, (5, 6)),))
+def expect(
+    harness: RankHarness,
+    ends: tuple[WorkerRef, WorkerRef] = ONE_RANK,
+    mode: HandoffMode = "push",
+) -> StepOrders:
+    receive = StartReceive("r", prompt(harness, 7, ends, mode), 0, 0, (5, 6))
+    return StepOrders(expected=(receive,))
 
 
 def run(harness: RankHarness, orders: StepOrders, *layers: str) -> None:
@@ -458,6 +463,24 @@ def test_a_dead_agent_fails_everything(harness: RankHarness) -> None:
     harness.port.is_alive = False
     assert harness.rank.get_finished(set(), 0.0) == (set(), {"r"})
     assert harness.rank.take_invalid_blocks() == {5, 6}
+
+
+def test_blocks_that_the_pool_fills_outlive_the_agent(harness: RankHarness) -> None:
+    """Its thread runs on and writes to them: vLLM would give them to another prompt."""
+    run(harness, expect(harness, mode="pool"))
+    harness.port.is_alive = False
+    assert harness.rank.get_finished(set(), 0.0) == (set(), set())
+    harness.port.land(ID)
+    assert harness.rank.get_finished(set(), 0.0) == (set(), {"r"})
+    assert harness.rank.take_invalid_blocks() == set()
+
+
+def test_blocks_that_the_pool_reads_outlive_the_agent(harness: RankHarness) -> None:
+    run(harness, offer(harness, 4, 4, (5,), mode="pool"), "a", "b")
+    harness.port.is_alive = False
+    assert harness.rank.get_finished({"r"}, 0.0) == (set(), set())
+    harness.port.sent(ID)
+    assert harness.rank.get_finished(set(), 0.0) == ({"r"}, set())
 
 
 def test_parts_of_a_prompt_come_from_two_ranks_and_fail_together(harness: RankHarness) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from baton.handoff.grants import Tombstone, Tombstones
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -93,8 +93,9 @@ class SendTable:
         return send
 
     def settle_all(self, error: HandoffError) -> list[SendInProgress]:
-        """The agent is gone: every handoff has ended."""
-        settled = (self.settle(ticket, error) for ticket in tuple(self._request_of))
+        """The agent is gone: all its handoffs have ended. The pool's thread ends its own."""
+        tickets = _tickets_of_agent(send.tickets for send in self._sends.values())
+        settled = (self.settle(ticket, error) for ticket in tickets)
         return [send for send in settled if send is not None and not send.live]
 
     def finish(self, requests: set[VllmRequestId]) -> None:
@@ -201,10 +202,11 @@ class LoadTable:
         return load
 
     def settle_all(self, error: HandoffError) -> list[LoadInProgress]:
-        """The agent is gone: every load has failed."""
-        for load in self._loads.values():
+        """The agent is gone: all its loads have failed. The pool's thread ends its own."""
+        tickets = _tickets_of_agent(load.tickets for load in self._loads.values())
+        for load in filter(None, map(self.find_by_ticket, tickets)):
             load.failure = load.failure or error
-        settled = (self.settle(ticket) for ticket in tuple(self._request_of))
+        settled = (self.settle(ticket) for ticket in tickets)
         return [load for load in settled if load is not None]
 
     def take_finished(self) -> set[VllmRequestId]:
@@ -216,6 +218,11 @@ class LoadTable:
         """Blocks of loads that failed: vLLM computes their tokens itself, or fails the request."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
+
+
+def _tickets_of_agent(tickets: Iterable[tuple[Ticket, ...]]) -> list[TicketId]:
+    """Those whose blocks no other thread reads or writes."""
+    return [each.id for each in chain.from_iterable(tickets) if each.mode != "pool"]
 
 
 class UncomputedPrefills:
