@@ -239,6 +239,12 @@ class RayFleet:
             is_drained = True
             async for line in self._add(group, 1, names, near):
                 yield line
+        except FleetError as exc:
+            raise FleetError(
+                f"the upgrade ends here, and {name} serves as before: its successor did not start. "
+                f"{exc}. Where the two cannot run at once (a port of their own, memory), replace "
+                f"it by `baton drain {name}` and `baton scale`, and upgrade the others again"
+            ) from exc
         if not is_drained:
             async for line in self._take_out(name):
                 yield line

@@ -184,8 +184,9 @@ def test_a_successor_that_does_not_start_ends_the_upgrade_and_nothing_else(
     monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
     supervisors.names.remove("prefill-0")
     before = set(supervisors.names)
-    with pytest.raises(FleetError, match="decode-2 on h failed"):
+    with pytest.raises(FleetError, match=r"decode-0 serves.*decode-2 on h failed") as told:
         lines_of(RayFleet(supervisors, PLAN, 1.0).upgrade())
+    assert "`baton drain decode-0`" in str(told.value)
     assert supervisors.names == before
     assert supervisors.calls == [("remove", "decode-2")]
 
