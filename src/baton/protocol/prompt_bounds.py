@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from baton.errors import ContextLengthError, InvalidRequestError
@@ -14,6 +15,9 @@ _HEAD_BYTES: Final = 64
 _MAX_ESCAPE_BYTES: Final = 6
 """\\uXXXX: one character, or half of one."""
 _MAX_UTF8_BYTES: Final = 4
+_ROLE_ESCAPES: Final = (rb"\u0072", rb"\u006")
+"""Of the letters in `role`: a key with one of them is the same key."""
+_ROLE_KEY: Final = re.compile(rb'"(?:r|\\u0072)(?:o|\\u006[fF])(?:l|\\u006[cC])(?:e|\\u0065)"')
 
 
 def lists_ids(prompt: bytes | memoryview) -> bool:
@@ -65,6 +69,8 @@ def check_messages(messages: bytes) -> None:
         InvalidRequestError: there are more.
     """
     num_messages = messages.count(b'"role"')
+    if any(escape in messages for escape in _ROLE_ESCAPES):
+        num_messages = sum(1 for _ in _ROLE_KEY.finditer(messages))
     if num_messages > MAX_MESSAGES:
         raise InvalidRequestError(
             f"{num_messages} messages are more than {MAX_MESSAGES}; leave out the oldest",

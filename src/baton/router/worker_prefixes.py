@@ -51,6 +51,7 @@ class ReportedBlocks:
             not event.group
             and event.is_plain
             and num > 0
+            and size > 0
             and len(event.packed_ids) == num * size * 4
             and len(self._name_of) + num <= MAX_BLOCKS_OF_WORKER
         )

@@ -57,6 +57,10 @@ def test_what_templates_of_known_models_use_is_there() -> None:
     assert render("{% generation %}{{ messages[0].content }}{% endgeneration %}") == "hello"
     assert render("{% for m in messages %}{% break %}{% endfor %}x") == "x"
     assert render("{{ {'ö': [1]} | tojson }}") == '{"ö": [1]}'
+    assert render("{{ {'ö': 1} | tojson(ensure_ascii=True) }}") == r'{"\u00f6": 1}'
+    assert render("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':')) }}") == '{"b":1,"a":2}'
+    assert render("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}") == '{"a": 2, "b": 1}'
+    assert render("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
     assert render("{{ strftime_now('%Y') }}") == "2027"
     assert render("{{ 'on' if enable_thinking else 'off' }}", enable_thinking=True) == "on"
 

@@ -105,7 +105,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     mamba_d_ssm: Count | None = None
     mamba_n_groups: Count | None = None
     mamba_d_conv: Count | None = None
-    mamba_expand: float | None = None
+    mamba_expand: Annotated[float, Meta(gt=0, le=1024)] | None = None
     mamba_ssm_dtype: str | None = None
     mamba_ssm_cache_dtype: str | None = None
     state_size: Count | None = None

@@ -6,13 +6,15 @@ those that vLLM allocates (`MambaStateShapeCalculator`), without speculative tok
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, TypeVar
 
 from baton.errors import ConfigError
 from baton.kv.sizing.parts import Attention, Latent, Layer, ModelShape, NumberFormat, State
 
 if TYPE_CHECKING:
-    from baton.kv.sizing.config import HfConfig
+    from baton.kv.sizing.config import HfConfig, NasBlock
+
+T = TypeVar("T")
 
 
 def read_state(config: HfConfig, hidden_size: int) -> State:
@@ -156,6 +158,10 @@ def read_shape(config: HfConfig) -> ModelShape:
         raise ConfigError("an encoder-decoder model: what its cross attention keeps is not counted")
     kinds = read_kinds(config)
     own = len(kinds) - config.num_kv_shared_layers
+    if own < 0:
+        raise ConfigError(
+            f"num_kv_shared_layers: {config.num_kv_shared_layers} of {len(kinds)} layers"
+        )
     layers = tuple(
         _read_layer(config, kind, place) if place < own else () for place, kind in enumerate(kinds)
     )
@@ -217,10 +223,12 @@ def _attending_layers(config: HfConfig, num_layers: int) -> frozenset[int] | Non
 def _windowed(config: HfConfig, place: int) -> Kind:
     """A layer of a model in which all attend."""
     if config.attention_chunk_size:
-        has_rope = config.no_rope_layers[place] if config.no_rope_layers else (place + 1) % 4
+        listed = config.no_rope_layers
+        has_rope = _at("no_rope_layers", listed, place) if listed else (place + 1) % 4
         return "chunked" if has_rope else "full"
     if config.hybrid_layer_pattern is not None:
-        return "sliding" if config.hybrid_layer_pattern[place] else "full"
+        slides = _at("hybrid_layer_pattern", config.hybrid_layer_pattern, place)
+        return "sliding" if slides else "full"
     if not config.sliding_window or config.use_sliding_window is False:
         return "full"
     if config.max_window_layers is not None and config.use_sliding_window:
@@ -242,7 +250,7 @@ def _read_layer(config: HfConfig, kind: Kind, place: int) -> Layer:
             return (_read_attention(config, "full", place), read_state(config, hidden_size))
         case "full" | "sliding" | "chunked":
             if config.block_configs is not None:
-                return _read_searched(config, place)
+                return _read_searched(config, config.block_configs, place)
             if config.kv_lora_rank and config.qk_rope_head_dim is not None:
                 index_dim = config.index_head_dim or 0
                 return (Latent(config.kv_lora_rank, config.qk_rope_head_dim, index_dim),)
@@ -272,11 +280,9 @@ def _read_attention(
     )
 
 
-def _read_searched(config: HfConfig, place: int) -> Layer:
+def _read_searched(config: HfConfig, blocks: tuple[NasBlock, ...], place: int) -> Layer:
     """A layer that an architecture search has shaped."""
-    if config.block_configs is None or place >= len(config.block_configs):
-        raise ConfigError(f"block_configs: no layer {place}")
-    found = config.block_configs[place].attention
+    found = _at("block_configs", blocks, place).attention
     if found.no_op or found.replace_with_linear or not found.n_heads_in_group:
         return ()
     num_heads = _first("num_attention_heads", config.num_attention_heads)
@@ -287,9 +293,7 @@ def _read_searched(config: HfConfig, place: int) -> Layer:
 def _kv_heads(config: HfConfig, num_heads: int, place: int) -> int:
     for configured in (config.num_key_value_heads, config.num_kv_heads):
         if isinstance(configured, tuple):
-            if place >= len(configured):
-                raise ConfigError(f"num_key_value_heads: no layer {place}")
-            return configured[place]
+            return _at("num_key_value_heads", configured, place)
     if config.multi_query and not config.new_decoder_architecture:
         return 1
     if config.multi_query_attention and config.multi_query_group_num:
@@ -337,6 +341,12 @@ def _letter(letter: str) -> Kind:
     if letter not in LETTERS:
         raise ConfigError(f"hybrid_override_pattern: {letter!r} is not one of {' '.join(LETTERS)}")
     return LETTERS[letter]
+
+
+def _at(name: str, by_layer: tuple[T, ...], place: int) -> T:
+    if place >= len(by_layer):
+        raise ConfigError(f"{name}: no layer {place}")
+    return by_layer[place]
 
 
 def _first(name: str, *values: int | None) -> int:

@@ -211,7 +211,13 @@ def test_nested_configs_and_the_outer_dtype():
         ({"layer_types": ["linear_attention"] * 4}, "state whose size"),
         ({"num_hidden_layers": -3}, "num_hidden_layers"),
         ({"num_key_value_heads": "many"}, "num_key_value_heads"),
-        ({"num_key_value_heads": [1]}, "no layer 1"),
+        ({"num_key_value_heads": [1]}, "num_key_value_heads: no layer 1"),
+        ({"attention_chunk_size": 8, "no_rope_layers": [1, 0]}, "no_rope_layers: no layer 2"),
+        ({"hybrid_layer_pattern": [1, 0, 1]}, "hybrid_layer_pattern: no layer 3"),
+        ({"block_configs": []}, "block_configs: no layer 0"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers: 5 of 4 layers"),
+        ({"layer_types": ["mamba"] * 4, "mamba_d_state": 16, "mamba_expand": 1e308}, "expand"),
+        ({"layer_types": ["mamba"] * 4, "mamba_d_state": 16, "mamba_expand": -2}, "expand"),
     ],
 )
 def test_what_is_not_known_is_refused(fields, said):
