@@ -206,8 +206,10 @@ STORE: Final = (
         is_stacked=True,
     ),
     Panel(
-        "Cached tokens: predicted and actual",
-        "What the router expected workers to have of prompts, and what they had.",
+        "Cached tokens: predicted, actual and found",
+        "predicted: what the router expected workers to have of prompts; actual: what they had; "
+        "found: of each prompt the smaller of the two. BatonPrefixPrediction fires where found is "
+        "below half of predicted.",
         "short",
         (Query(rate("baton_router_cached_tokens_total", "kind"), "{{kind}}"),),
     ),

@@ -196,7 +196,7 @@ WORKERS: Final = (
     ),
     Panel(
         "Requests at workers",
-        "Of this gateway: prompts to compute, and answers under way.",
+        "Of all gateways: prompts to compute, and answers under way.",
         "none",
         (
             Query(

@@ -82,7 +82,7 @@ async def tab_reaches_all_controls(page: Page, stream: Stream) -> None:
 async def arrow_keys_move_between_workers(page: Page, stream: Stream) -> None:
     await page.run("document.querySelector('.worker[tabindex=\"0\"]').focus()")
     await page.press("ArrowRight")
-    focused = await page.run("document.activeElement.dataset.name")
+    focused = await page.run("document.activeElement.querySelector('.name').textContent")
     assert focused == stream.fleet.worker_name(1)
     await page.press("Enter")
     await page.until("!document.querySelector('#worker-detail').hidden")
@@ -196,6 +196,37 @@ async def tiers_show_what_they_hold_and_hit(page: Page, stream: Stream) -> None:
     assert "gaps between tokens (p99)200 ms15 k94 %" in targets
 
 
+async def figures_of_an_alert_are_of_its_direction(page: Page, stream: Stream) -> None:
+    shown = await page.run("""
+      import("./transfers.js").then(({ figuresOfPair }) => {
+        const pair = (prefill, decode, num) =>
+          ({ prefill, decode, num, num_bytes: 1, transfer_p50_s: 0.5, s_per_mib_p50: 0.25 });
+        const link = (from, to, latency_s) =>
+          ({ from, to, latency_s, transport: "tcp", bytes_per_s: 1024 });
+        const report = {
+          transfers: { losses: [], pairs: [pair("b", "a", 500), pair("a", "b", 3)] },
+          links: { models: [{ links: [link("b", "a", 1), link("a", "b", 2)] }] },
+        };
+        return [figuresOfPair(report, "a", "b"), figuresOfPair(report, "a", "c")];
+      })""")
+    took = "last minute: 3 handoffs, p50 500 ms, 250 ms for each MiB"
+    assert shown == [f"a → b, {took} · tcp measured: 2 s latency, 1 KiB/s", ""]
+
+
+async def workers_of_one_name_have_a_box_each(page: Page, stream: Stream) -> None:
+    name = stream.fleet.name
+    stream.fleet.name = "{role}"
+    boxes = "[...document.querySelectorAll('.worker')]"
+    await page.until(f"{boxes}.every(box => box.querySelector('.name').textContent.length < 8)")
+    labels = await page.run(f"{boxes}.map(box => box.getAttribute('aria-label'))")
+    assert [label[: label.index(",")] for label in labels] == ["prefill", "decode"] * 4
+    await page.run(f"{boxes}[2].click()")
+    await page.until("document.querySelector('.worker.picked')")
+    assert await page.run(f"{boxes}.map(box => box.matches('.picked')).indexOf(true)") == 2
+    assert "at https://10.0.0.2:8000" in await text_of(page, "#worker-facts")
+    stream.fleet.name = name
+
+
 async def pause_and_resume(page: Page, stream: Stream) -> None:
     await page.run("document.querySelector('#pause').click()")
     assert await text_of(page, "#state") == "paused"
@@ -218,6 +249,8 @@ def test_keyboard_screen_reader_and_widths() -> None:
         drifts_name_the_sender_first,
         alerts_lead_to_what_to_do,
         tiers_show_what_they_hold_and_hit,
+        figures_of_an_alert_are_of_its_direction,
+        workers_of_one_name_have_a_box_each,
         pause_and_resume,
     )
 

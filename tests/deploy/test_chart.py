@@ -25,6 +25,7 @@ from baton.engines.vllm.arguments import LaunchParameters, server_arguments
 from baton.engines.vllm.options import VllmOptions
 from baton.gateway.members.kubernetes import ServiceTarget
 from baton.gateway.openapi import describe
+from baton.launch.ray.plan import plan_fleet
 from baton.net.kubernetes import access
 from baton.net.probes import ProbeApp
 from baton.ops.gateway_pages import MANAGEMENT_KEY_VARIABLE
@@ -39,6 +40,7 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 OLDEST, NEWEST = "1.30", "1.37"
 """Of Kubernetes: what Chart.yaml asks for at least, and the newest schemas at hand."""
+CONTAINERFILE = ROOT / "deploy" / "Containerfile"
 NAMES = [path.stem for path in list_values()]
 PODS = [name for name in NAMES if name != "ray"]
 TEXT = {name: (RENDERED / f"{name}.yaml").read_text(encoding="utf-8") for name in NAMES}
@@ -162,6 +164,20 @@ def settings_of(
     objects: list[Object], workload: Workload, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Config:
     """What the container's command line, variables and file come to, by Baton's own rules."""
+    prepare(objects, workload, root, monkeypatch)
+    program, *arguments = workload.container["command"]
+    assert program == "baton"
+    command, bound, _ = build_app().parse_args(arguments)
+    flags = bound.arguments.get("flags")
+    if flags is None:
+        flags = {"gateway": GatewayFlags, "picker": PickerFlags}[command.__name__]()
+    return flags.resolve().to_config()
+
+
+def prepare(
+    objects: list[Object], workload: Workload, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Give this process the container's variables and its file."""
     config = {volume["name"]: volume for volume in workload.spec["volumes"]}["config"]
     (text,) = (
         found["data"]["baton.toml"]
@@ -170,13 +186,6 @@ def settings_of(
     (root / "config" / "baton.toml").write_text(text, encoding="utf-8")
     for name, value in environment_of(workload, root).items():
         monkeypatch.setenv(name, value)
-    program, *arguments = workload.container["command"]
-    assert program == "baton"
-    command, bound, _ = build_app().parse_args(arguments)
-    flags = bound.arguments.get("flags")
-    if flags is None:
-        flags = {"gateway": GatewayFlags, "picker": PickerFlags}[command.__name__]()
-    return flags.resolve().to_config()
 
 
 @pytest.mark.parametrize(("name", "workload"), BATON_PODS)
@@ -637,6 +646,45 @@ def test_a_ray_cluster_has_a_group_for_each_rack_and_tokens():
     assert not find(OBJECTS["ray"], "Deployment")
 
 
+def test_baton_up_on_the_head_starts_what_the_values_say(container_files: Path, monkeypatch):
+    objects = OBJECTS["ray"]
+    head, *hosts = workloads(objects)
+    prepare(objects, head, container_files, monkeypatch)
+    (command,) = re.findall(r"-- baton (up .+)", (CHART / "templates/NOTES.txt").read_text())
+    _, bound, _ = build_app().parse_args(command)
+    plan = plan_fleet(
+        bound.arguments["flags"].resolve(), "default", "0.1.0", "cost", has_key_file=True
+    )
+    assert plan.settings["worker.model"] == "/models/my-model"
+    assert plan.settings["worker.engine"] == "vllm"
+    assert plan.settings["cluster.key_file"] == str(container_files / "cluster/key")
+    workers = plan.group_of("both")
+    assert workers is not None
+    assert workers.selector == {"pool": "gpu"}
+    groups = head.owner["spec"]["workerGroupSpecs"]
+    num_gpus = [each.container["resources"]["limits"]["nvidia.com/gpu"] for each in hosts]
+    assert workers.num_processes * workers.gpus == sum(
+        group["replicas"] * num for group, num in zip(groups, num_gpus, strict=True)
+    )
+    for host in hosts:  # Baton copies no files
+        secrets = {path for path, volume in host.mounted() if "secret" in volume}
+        assert secrets == {"/etc/baton/cluster"}
+        assert "/models" in {path for path, _ in host.mounted()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_image_of_an_example_can_be_built(name: str):
+    stages = re.split(r"^FROM .+ AS (\w+)$", CONTAINERFILE.read_text("utf-8"), flags=re.MULTILINE)
+    steps = dict(zip(stages[1::2], stages[2::2], strict=True))
+    for workload in workloads(OBJECTS[name]):
+        target = workload.container["image"].partition("/baton-")[2].partition(":")[0]
+        assert target in steps
+        if name == "ray":  # of which KubeRay's probes need the extra `default`, and wget
+            assert {"baton-kv[ray]", "ray[default]", "wget"} <= {
+                *re.findall(r"[\w[\]-]+", steps[target])
+            }
+
+
 REFUSED: list[tuple[Object, str]] = [
     ({"pools": {"p": {"role": "prefill"}}}, "no pool decodes"),
     ({"image": {"repository": ""}}, "image.repository"),
@@ -644,6 +692,8 @@ REFUSED: list[tuple[Object, str]] = [
     ({"clusterKeySecret": ""}, "clusterKeySecret is empty"),
     ({"pools": {"decode": {"racks": ["r1"]}}}, "topology.rackLabel"),
     ({"pools": {"gateway": {"role": "decode"}}}, "cannot be called gateway"),
+    ({"pools": {"picker": {"role": "decode"}}}, "cannot be called picker"),
+    ({"picker": {"enabled": True}}, "picker.proxies"),
     ({"pools": {"decode": {"replica": 2}}}, "replica"),
     ({"gateway": {"drainSeconds": "soon"}}, "drainSeconds"),
     ({"netpol": {}}, "netpol"),

@@ -150,6 +150,12 @@ def test_the_board_is_the_one_that_the_panels_make() -> None:
     assert "instance" not in BOARD.read_text("utf-8"), "a worker that starts again is a new line"
 
 
+def test_the_panel_of_cached_tokens_explains_each_of_its_lines() -> None:
+    (panel,) = (each for each in PANELS if "cached_tokens" in each.queries[0].expr)
+    for kind in ("predicted", "actual", "found"):
+        assert f"{kind}:" in panel.text
+
+
 @pytest.mark.parametrize("number", range(len(QUERIES)), ids=lambda n: f"{n}-{QUERIES[n][0]}")
 def test_names_and_labels_of_the_board_are_live(number: int, live: dict[str, set[str]]) -> None:
     _, query = QUERIES[number]

@@ -5,7 +5,7 @@ import { bandwidth, duration, NONE, number, percent, price } from "./format.js";
 import { drawSoon } from "./frames.js";
 import { showStore } from "./store.js";
 import { Table } from "./tables.js";
-import { nameOf, standingOf, usedShare } from "./topology.js";
+import { keyOf, nameOf, standingOf, usedShare } from "./topology.js";
 import { showRequest } from "./waterfall.js";
 
 /** @typedef {Record<string, any>} Data */
@@ -84,7 +84,7 @@ const workersTable = put(
       { head: "KV used", isNumber: true, text: (row) => percent(usedShare(row)) },
       { head: "reason", text: (row) => row.reason ?? "" },
     ],
-    (row) => `${nameOf(row)}\n${row.url}`,
+    keyOf,
   ),
 );
 const costs = put(

@@ -57,15 +57,4 @@ export class Ring {
     }
     return low;
   }
-
-  /** @param {string} field @returns {number} the latest value, NaN if there is none */
-  latest(field) {
-    const column = this.column(field);
-    return column.length ? column[column.length - 1] : NaN;
-  }
-
-  /** Forget all: a gateway that started anew counts anew. */
-  clear() {
-    this.length = this.end = 0;
-  }
 }

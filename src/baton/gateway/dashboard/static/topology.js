@@ -20,13 +20,18 @@ export function nameOf(worker) {
   return worker.worker ?? worker.url;
 }
 
+/** @param {Worker} worker @returns {string} several workers may have one name: a worker's last and next life */
+export function keyOf(worker) {
+  return `${nameOf(worker)}\n${worker.url}`;
+}
+
 export class Topology {
   constructor() {
     this.map = byId("topology-map");
     this.canvas = /** @type {HTMLCanvasElement} */ (byId("topology-lines"));
     this.detail = byId("worker-detail");
     this.legend = byId("link-legend");
-    /** @type {Map<string, {box: HTMLElement, worker: Worker, parts: Record<string, HTMLElement>}>} */
+    /** @type {Map<string, {box: HTMLElement, worker: Worker, parts: Record<string, HTMLElement>}>} by `keyOf` */
     this.boxes = new Map();
     /** @type {Link[]} */
     this.links = [];
@@ -34,7 +39,7 @@ export class Topology {
     this.alerting = new Set();
     /** @type {string | null} */
     this.places = null;
-    this.picked = "";
+    this.picked = ""; // a key
     this.links_of = new Table(
       "Links of the worker",
       [
@@ -50,7 +55,7 @@ export class Topology {
     this.map.addEventListener("keydown", (event) => this.#onKey(event));
     this.map.addEventListener("click", (event) => {
       const box = /** @type {HTMLElement} */ (event.target).closest(".worker");
-      if (box) this.#pick(/** @type {HTMLElement} */ (box).dataset.name ?? "");
+      if (box) this.#pick(/** @type {HTMLElement} */ (box).dataset.key ?? "");
     });
     new ResizeObserver(() => drawSoon("lines", () => this.#drawLines())).observe(this.map);
   }
@@ -58,7 +63,7 @@ export class Topology {
   /** @param {Worker[]} workers @param {number} numHidden */
   update(workers, numHidden) {
     drawSoon("topology", () => {
-      const places = workers.map((worker) => `${nameOf(worker)}\n${worker.topology ?? ""}`).join("\n");
+      const places = workers.map((worker) => `${keyOf(worker)}\n${worker.topology ?? ""}`).join("\n");
       if (places !== this.places) {
         this.places = places;
         this.#build(workers);
@@ -136,14 +141,14 @@ export class Topology {
       parts.load,
       el("span", { class: "gauge" }, parts.fill),
     );
-    box.dataset.name = name;
-    this.boxes.set(name, { box, worker, parts });
+    box.dataset.key = keyOf(worker);
+    this.boxes.set(keyOf(worker), { box, worker, parts });
     return box;
   }
 
   /** @param {Worker} worker */
   #show(worker) {
-    const kept = this.boxes.get(nameOf(worker));
+    const kept = this.boxes.get(keyOf(worker));
     if (!kept) return;
     kept.worker = worker;
     const standing = standingOf(worker);
@@ -154,7 +159,7 @@ export class Topology {
     if (kept.parts.fill.style.transform !== scale) kept.parts.fill.style.transform = scale;
     const isWell = standing === "healthy" || standing === "recovering";
     const className = `worker ${isWell ? "ok" : standing === "draining" || standing === "pending" ? "warn" : "bad"}`;
-    const picked = nameOf(worker) === this.picked;
+    const picked = keyOf(worker) === this.picked;
     setAttr(kept.box, "class", picked ? `${className} picked` : className);
     setAttr(kept.box, "aria-pressed", String(picked));
     setAttr(
@@ -178,9 +183,9 @@ export class Topology {
     next.focus();
   }
 
-  /** @param {string} name picked again: not picked any more */
-  #pick(name) {
-    this.picked = name === this.picked ? "" : name;
+  /** @param {string} key picked again: not picked any more */
+  #pick(key) {
+    this.picked = key === this.picked ? "" : key;
     drawSoon("topology", () => {
       for (const { worker } of this.boxes.values()) this.#show(worker);
       this.#showDetail();
@@ -206,8 +211,7 @@ export class Topology {
         : "its load is not reported",
     ];
     setText(byId("worker-facts"), facts.join(" · "));
-    const own = this.links.filter((link) => link.from === this.picked || link.to === this.picked);
-    this.links_of.show(own.slice(0, 100));
+    this.links_of.show(this.#linksOf(worker).slice(0, 100));
     const place = byId("worker-links");
     if (place.firstElementChild !== this.links_of.element) place.replaceChildren(this.links_of.element);
   }
@@ -231,8 +235,9 @@ export class Topology {
     const most = Math.max(1, ...shown.map((link) => link.traffic));
     const colors = transports.map((_, i) => cssColor(LINE_COLORS[i % LINE_COLORS.length]));
     const origin = map.getBoundingClientRect();
+    const boxOf = new Map([...this.boxes.values()].map(({ worker, box }) => [nameOf(worker), box]));
     for (const link of shown) {
-      const [from, to] = [link.from, link.to].map((name) => this.boxes.get(name)?.box.getBoundingClientRect());
+      const [from, to] = [link.from, link.to].map((name) => boxOf.get(name)?.getBoundingClientRect());
       if (!from || !to || link.from === link.to) continue;
       const isAlerting = this.#isAlerting(link);
       context.strokeStyle = isAlerting ? cssColor("bad") : colors[transports.indexOf(link.transport)];
@@ -261,10 +266,15 @@ export class Topology {
 
   /** @returns {Link[]} */
   #linksToDraw() {
-    const own = this.picked
-      ? this.links.filter((link) => link.from === this.picked || link.to === this.picked)
-      : [...this.links].sort((a, b) => Number(this.#isAlerting(b)) - Number(this.#isAlerting(a)) || b.traffic - a.traffic);
-    return own.slice(0, this.picked ? 4 * MOST_LINES : MOST_LINES);
+    const picked = this.boxes.get(this.picked);
+    if (picked) return this.#linksOf(picked.worker).slice(0, 4 * MOST_LINES);
+    const busiest = [...this.links].sort((a, b) => Number(this.#isAlerting(b)) - Number(this.#isAlerting(a)) || b.traffic - a.traffic);
+    return busiest.slice(0, MOST_LINES);
+  }
+
+  /** @param {Worker} worker @returns {Link[]} */
+  #linksOf(worker) {
+    return this.links.filter((link) => link.from === nameOf(worker) || link.to === nameOf(worker));
   }
 }
 

@@ -86,13 +86,12 @@ export function transferLayers(transfers) {
 }
 
 /**
- * What handoffs between two workers took in the last minute, and what was measured of their link.
+ * What handoffs from one worker to another took in the last minute, and what was measured of that direction.
  * @param {Data} report @param {string} from @param {string} to @returns {string}
  */
 export function figuresOfPair(report, from, to) {
-  const isPair = (/** @type {string} */ one, /** @type {string} */ other) => (one === from && other === to) || (one === to && other === from);
-  const [pair] = addByPair(report.transfers.pairs.filter((/** @type {Data} */ each) => each.num && isPair(each.prefill, each.decode)));
-  const links = report.links.models.flatMap((/** @type {Data} */ model) => model.links).filter((/** @type {Data} */ link) => isPair(link.from, link.to));
+  const [pair] = addByPair(report.transfers.pairs.filter((/** @type {Data} */ each) => each.num && each.prefill === from && each.decode === to));
+  const links = report.links.models.flatMap((/** @type {Data} */ model) => model.links).filter((/** @type {Data} */ link) => link.from === from && link.to === to);
   const parts = links.slice(0, 2).map((/** @type {Data} */ link) => `${link.transport} measured: ${duration(link.latency_s)} latency, ${bandwidth(link.bytes_per_s)}`);
   const loss = report.transfers.losses.find((/** @type {Data} */ link) => link.sender === from && link.receiver === to);
   if (loss) parts.push(`${percent(loss.lost_share)} of ${number(loss.num)} TCP segments lost in the last minute`);
