@@ -24,22 +24,32 @@ UNITS = {
 def print_tables(folder: Path) -> None:
     """One table for each adaptive configuration, one row for each load."""
     result = json.loads((folder / "results.json").read_text())
+    num_workers = {
+        arm["name"]: arm["num_both"] + arm["num_prefill"] + arm["num_decode"]
+        for arm in result["arms"]
+    }
+    # As in the report: what ended early, or has no answer, is left out.
+    cells = [
+        cell
+        for cell in result["cells"]
+        if cell["ended_early"] is None and cell["figures"]["num_complete"]
+    ]
     for adaptive, unit in UNITS.items():
         found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for cell in result["cells"]:
+        for cell in cells:
             name, figures = cell["arm"], cell["figures"]
             if adaptive == "adaptive-throughput":
                 value = figures["output_tokens_per_s"]
             elif figures["goodput"] is not None:
-                value = figures["goodput"]["requests_per_s"] / result["num_workers"]
+                value = figures["goodput"]["requests_per_s"] / num_workers[name]
             else:
                 continue
             if name == adaptive or name not in UNITS:
                 found[cell["level"]][name].append(value)
         loads = {
-            level: {name: statistics.median(values) for name, values in each.items()}
-            for level, each in found.items()
-            if adaptive in each
+            level["key"]: {name: statistics.median(values) for name, values in each.items()}
+            for level in result["levels"]
+            if adaptive in (each := found[level["key"]])
         }
         if loads:
             print(f"\n{result['engine']}, {result['workload_words']}: {unit}\n")
@@ -49,12 +59,12 @@ def print_tables(folder: Path) -> None:
 def print_rows(loads: dict[str, dict[str, float]], adaptive: str) -> None:
     """Each load's median of every configuration."""
     print(f"| load | {adaptive} | share of the best other | others |\n|---|---|---|---|")
-    for level in sorted(loads, key=lambda level: float(level[1:])):
-        others = {name: value for name, value in loads[level].items() if name != adaptive}
-        best = max(others.values())
-        share = f"{loads[level][adaptive] / best:.2f}" if best else "-"
+    for level, values in loads.items():
+        others = {name: value for name, value in values.items() if name != adaptive}
+        best = max(others.values(), default=0.0)
+        share = f"{values[adaptive] / best:.2f}" if best else "-"
         rest = ", ".join(f"{name} {value:.4g}" for name, value in others.items())
-        print(f"| {level} | {loads[level][adaptive]:.4g} | {share} | {rest} |")
+        print(f"| {level} | {values[adaptive]:.4g} | {share} | {rest} |")
 
 
 if __name__ == "__main__":

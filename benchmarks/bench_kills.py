@@ -138,7 +138,7 @@ async def ask(session: aiohttp.ClientSession, url: str, request: Request) -> Ans
             else:
                 answer.add(await response.json())
                 answer.is_done = True
-    except (aiohttp.ClientError, ValueError, AssertionError) as exc:
+    except (aiohttp.ClientError, OSError, ValueError, AssertionError) as exc:
         answer.error = f"{type(exc).__name__}: {exc}"
     return answer
 
@@ -195,7 +195,8 @@ class Load:
         counts = self.counts
         counts.requests += 1
         counts.streams += request.is_stream
-        self.gaps_s.append(answer.longest_gap_s)
+        if request.is_stream:
+            self.gaps_s.append(answer.longest_gap_s)
         if answer.status != 200:
             counts.client_errors += 1
         elif answer.error or not answer.is_done:

@@ -25,14 +25,15 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from run_record import write_record
+from serve_runs import run_serve
 
 from baton.testing.fleet import Fleet, FleetProcess
 
@@ -92,17 +93,12 @@ def measure(
 ) -> Turn:
     """One turn of `baton bench serve`. `load`: workload, how many at once, and the round."""
     workload, concurrency, number = load
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [
-            sys.executable, "-m", "baton.cli", "bench", "serve", "--url", url,
-            "--workload", workload, "--concurrency", str(concurrency),
-            "--duration", str(options.duration),
-            "--warm-up", str(round(options.warm_up * concurrency)), "--output", str(report),
-            "--goodput", f"ttft:{limits.ttft:g}", "--goodput", f"tpot:{limits.tpot:g}",
-        ]  # fmt: skip
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        figures = json.loads(report.read_bytes())["figures"]
+    figures = run_serve(
+        url, "--workload", workload, "--concurrency", str(concurrency),
+        "--duration", str(options.duration),
+        "--warm-up", str(round(options.warm_up * concurrency)),
+        "--goodput", f"ttft:{limits.ttft:g}", "--goodput", f"tpot:{limits.tpot:g}",
+    )["figures"]  # fmt: skip
     return Turn(
         workload,
         arm,
@@ -171,12 +167,17 @@ def main() -> None:
 
 
 def print_tables(title: str, turns: list[Turn]) -> None:
-    """A table for each workload and objective."""
+    """A table for each workload and objective, and the requests that failed, by arm."""
     for workload in dict.fromkeys(turn.workload for turn in turns):
         of_workload = [turn for turn in turns if turn.workload == workload]
         for objective in OBJECTIVES:
             if any(turn.arm == objective for turn in of_workload):
                 print_table(f"{title}, {workload}", objective, of_workload)
+        failed: Counter[str] = Counter()
+        for turn in of_workload:
+            failed[turn.arm] += turn.num_failed
+        if shown := ", ".join(f"{arm} {num}" for arm, num in failed.items() if num):
+            print(f"\n{workload}: requests that failed: {shown}")
 
 
 def print_table(title: str, objective: str, turns: list[Turn]) -> None:

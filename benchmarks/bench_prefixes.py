@@ -27,7 +27,6 @@ import os
 import re
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -42,6 +41,7 @@ from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 from run_record import write_record
+from serve_runs import run_serve
 from vllm_servers import find_free_port
 
 from baton.testing.fleet import Fleet, FleetProcess
@@ -121,16 +121,11 @@ def measure(
 ) -> Run:
     """One run of `baton bench serve`."""
     before = count_tokens(workers)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [
-            sys.executable, "-m", "baton.cli", "bench", "serve", "--url", url, "--model", SERVED,
-            "--endpoint", "chat", "--workload", load, *LOADS[load],
-            "--concurrency", str(options.concurrency), "--duration", str(options.duration),
-            "--warm-up", "0", "--output", str(report),
-        ]  # fmt: skip
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        figures = json.loads(report.read_bytes())["figures"]
+    figures = run_serve(
+        url, "--model", SERVED, "--endpoint", "chat", "--workload", load, *LOADS[load],
+        "--concurrency", str(options.concurrency), "--duration", str(options.duration),
+        "--warm-up", "0",
+    )["figures"]  # fmt: skip
     after, num_tokens = count_tokens(workers), figures["num_prompt_tokens"]
     num_received = after["received"] - before["received"]
     return Run(

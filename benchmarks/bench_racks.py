@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import urllib.request
@@ -36,6 +35,7 @@ from random_model import make_model
 from rich.console import Console
 from rich.table import Table
 from run_record import write_record
+from serve_runs import run_serve
 
 from baton.testing.fleet import Fleet, start_command
 from baton.testing.network_namespaces import BridgedHost, NoNamespaceError, bridged_hosts, run
@@ -137,16 +137,10 @@ def measure(
     scenario: str, arm: str, url: str, racks: dict[str, int], options: argparse.Namespace
 ) -> Run:
     """One run of `baton bench serve`."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [
-            sys.executable, "-m", "baton.cli", "bench", "serve", "--url", url,
-            "--workload", "fixed", "--input-len", str(options.input_len), "--output-len", "16",
-            "--concurrency", str(options.concurrency), "--duration", str(options.duration),
-            "--output", str(report),
-        ]  # fmt: skip
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        figures = json.loads(report.read_bytes())["figures"]
+    figures = run_serve(
+        url, "--workload", "fixed", "--input-len", str(options.input_len), "--output-len", "16",
+        "--concurrency", str(options.concurrency), "--duration", str(options.duration),
+    )["figures"]  # fmt: skip
     return Run(
         scenario,
         arm,

@@ -33,7 +33,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -48,6 +47,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from run_record import write_record
+from serve_runs import run_serve
 
 from baton.testing.fleet import Fleet, FleetProcess
 
@@ -189,17 +189,12 @@ def measure(
 ) -> Run:
     """One run of `baton bench serve`."""
     entries = read_entries(worker)
-    report = trace.with_name("report.json")
-    command = [
-        sys.executable, "-m", "baton.cli", "bench", "serve", "--url", gateway.url,
-        "--model", SERVED, "--trace", str(trace), "--divide-lengths", str(options.divide),
+    found = run_serve(
+        gateway.url, "--model", SERVED, "--trace", str(trace),
+        "--divide-lengths", str(options.divide),
         "--speed", str(speed), "--max-in-flight", "256", "--seed", seed,
-        "--goodput", f"ttft:{options.ttft_ms}", "--output", str(report),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):  # 1: a request failed, which the report counts
-        raise SystemExit(f"{arm}: baton bench serve failed: {done.stderr[-2000:]}")
-    found = json.loads(report.read_bytes())
+        "--goodput", f"ttft:{options.ttft_ms}",
+    )  # fmt: skip
     figures = found["figures"]
     return Run(
         arm,

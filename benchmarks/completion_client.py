@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -43,23 +44,26 @@ def stream(url: str, body: dict[str, object], started_s: float | None = None) ->
     Raises:
         ServerError: it was not answered, or broke off.
     """
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
     if started_s is None:
         started_s = time.perf_counter()
-    arrivals_s, events = [], []
+    arrivals_s, events, is_done = [], [], False
     headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
-    response = connection.getresponse()
-    while line := response.readline():
-        if response.status != HTTPStatus.OK or line.startswith(b'data: {"error"'):
-            raise ServerError(f"{url}: HTTP {response.status}: {line[:500]!r}")
-        if line.startswith(b"data: {"):
-            arrivals_s.append(time.perf_counter() - started_s)
-            events.append(line[6:])
-    total_s = time.perf_counter() - started_s
-    connection.close()
-    if not events:
-        raise ServerError(f"{url}: an empty stream")
+    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+        response = connection.getresponse()
+        try:
+            while line := response.readline():
+                if response.status != HTTPStatus.OK or line.startswith(b'data: {"error"'):
+                    raise ServerError(f"{url}: HTTP {response.status}: {line[:500]!r}")
+                if line.startswith(b"data: {"):
+                    arrivals_s.append(time.perf_counter() - started_s)
+                    events.append(line[6:])
+                is_done = is_done or line.startswith(b"data: [DONE]")
+        except http.client.HTTPException as exc:
+            raise ServerError(f"{url}: the stream broke off: {exc!r}") from exc
+        total_s = time.perf_counter() - started_s
+    if not (events and is_done):
+        raise ServerError(f"{url}: the stream broke off after {len(events)} events")
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     return Reply(arrivals_s, total_s, choices, response.headers.get("x-request-id", ""))
 

@@ -54,13 +54,15 @@ def _of_requests(read: Callable[[Record], Iterable[float | None]]) -> Callable[.
 
 
 def collect_rates(reports: Sequence[Report]) -> list[Run]:
-    """Output tokens per second: of each run, or of slices of a single one."""
+    """Output tokens per second: of each run, or of slices of a single one.
+
+    A run without a complete answer counts like the others; where all are, there is nothing.
+    """
     if len(reports) > 1:
-        return [
-            Run((np.array([report.figures.output_tokens_per_s]),))
-            for report in reports
-            if report.figures.num_complete
-        ]
+        if not _num_complete(reports):
+            return []
+        rates = (report.figures.output_tokens_per_s for report in reports)
+        return [Run((np.array([rate]),)) for rate in rates]
     return [run for report in reports if (run := _slices(report)) is not None]
 
 

@@ -95,7 +95,9 @@ def choose_slo(plan: Plan, measured: Sequence[Samples]) -> tuple[Slo, str]:
         return plan.slo, "as given"
     lowest, first = plan.levels[0].key, plan.configurations[0].name
     base = [
-        s.cell.figures for s in measured if s.cell.level == lowest and s.cell.configuration == first
+        s.cell.figures
+        for s in measured
+        if (s.cell.configuration, s.cell.level) == (first, lowest) and s.cell.is_usable
     ]
     ttfts = [figures.ttft_s.p50 for figures in base if figures.ttft_s is not None]
     tpots = [figures.tpot_s.p50 for figures in base if figures.tpot_s is not None]

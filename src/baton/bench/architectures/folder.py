@@ -96,11 +96,23 @@ def create_result_folder(folder: Path, trials: tuple[Trial, ...]) -> ResultFolde
 
 
 def deliver(findings: Findings, results: ResultFolder, *, is_json: bool) -> str | None:
-    """Print, then write all files; the error of writing them, if any."""
-    if is_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
-    else:
-        print_findings(findings, sys.stdout)
+    """Write all files, then print; the error of writing them, if any.
+
+    Files come first: a reader that leaves early (`| head`) ends the printing.
+    """
+    try:
+        problem = _write_all(findings, results)
+    finally:
+        if is_json:
+            sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+        else:
+            print_findings(findings, sys.stdout)
+    if problem is None:
+        sys.stderr.write(f"baton: the report is {results.folder / PAGE}\n")
+    return problem
+
+
+def _write_all(findings: Findings, results: ResultFolder) -> str | None:
     try:
         results.save_findings(findings)
         write_report(findings, results)
@@ -108,7 +120,6 @@ def deliver(findings: Findings, results: ResultFolder, *, is_json: bool) -> str 
         return str(exc)
     except OSError as exc:
         return f"could not write the report to {results.folder}: {exc.strerror}"
-    sys.stderr.write(f"baton: the report is {results.folder / PAGE}\n")
     return None
 
 

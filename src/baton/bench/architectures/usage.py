@@ -164,12 +164,17 @@ def _rise(before: Counter, after: Counter) -> int:
 
 
 def _read_rapl(folder: Path) -> Iterator[tuple[str, Counter]]:
-    """Of whole packages: `intel-rapl:0`, not its parts (`intel-rapl:0:1`). AMD's are here too."""
+    """Of whole packages: `intel-rapl:0`, not its parts (`intel-rapl:0:1`). AMD's are here too.
+
+    Beside them some machines have the platform (`psys`), of which the packages are a part.
+    """
     for zone in sorted(folder.glob("intel-rapl:*")):
         if zone.name.count(":") > 1:
             continue
         # Since 2020 kernels let only root read it; some machines have none.
         with suppress(OSError, ValueError):
+            if not (zone / "name").read_text(encoding="ascii").startswith("package"):
+                continue
             value = int((zone / "energy_uj").read_text(encoding="ascii"))
             most = int((zone / "max_energy_range_uj").read_text(encoding="ascii"))
             yield zone.name, Counter(value, most)

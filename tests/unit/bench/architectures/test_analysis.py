@@ -120,6 +120,14 @@ def test_an_slo_is_derived_from_one_request_alone_on_one_worker():
     assert "5 times TTFT and 2 times TPOT of single with 1 at once" in analysis.slo_words
 
 
+def test_an_slo_is_not_derived_from_cells_that_are_left_out():
+    plan = make_plan(slo=None)
+    died = {"ttft_s": 9.0, "ended_early": "a server died"}
+    cells = [make_samples("single", "c1", n, 9, **died) for n in (1, 2, 3)]
+    cells += [make_samples("single", "c1", n, 9) for n in (4, 5)]
+    assert analyse(plan, cells, ()).slo.ttft_s == pytest.approx(0.5)
+
+
 def test_goodput_is_counted_for_each_worker():
     plan = make_plan()
     analysis = analyse(plan, measure(plan, {"single": SINGLE, "replicated": SINGLE}), ())

@@ -5,9 +5,10 @@ from baton.bench.architectures.usage import Counter, EnergyMeter, joules_between
 
 @pytest.fixture
 def zone(tmp_path):
-    def write(name, energy_uj, most_uj=1000):
+    def write(name, energy_uj, most_uj=1000, kind="package-0"):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
+        (folder / "name").write_text(f"{kind}\n")
         (folder / "energy_uj").write_text(f"{energy_uj}\n")
         (folder / "max_energy_range_uj").write_text(f"{most_uj}\n")
 
@@ -27,6 +28,12 @@ def test_packages_are_read_and_their_parts_are_not(tmp_path, zone):
         "intel-rapl:0": Counter(5, 99),
         "intel-rapl:1": Counter(7, 1000),
     }
+
+
+def test_the_platform_is_not_added_to_the_packages_that_are_in_it(tmp_path, zone):
+    zone("intel-rapl:0", 5)
+    zone("intel-rapl:1", 17, kind="psys")
+    assert rapl_of(EnergyMeter(tmp_path)) == {"intel-rapl:0": Counter(5, 1000)}
 
 
 def test_what_cannot_be_read_is_left_out(tmp_path, zone):

@@ -1,15 +1,19 @@
+import io
+import json
 import os
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 
-from baton.bench.architectures.folder import create_result_folder
+from baton.bench.architectures import folder
+from baton.bench.architectures.folder import create_result_folder, deliver
 from baton.bench.architectures.plan import plan_trials
 from baton.bench.architectures.usage import compare_usage, read_usage
 from baton.errors import ConfigError
-from tests.unit.bench.architectures.cells import make_plan
+from tests.unit.bench.architectures.cells import make_findings, make_plan, measure
 
 TURNS = plan_trials(make_plan())
 
@@ -38,6 +42,25 @@ def test_hardly_any_space_is_refused_before_anything_is_measured(tmp_path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
     with pytest.raises(ConfigError, match="only 1 MB are free"):
         create_result_folder(tmp_path / "out", TURNS)
+
+
+class LeftReader(io.StringIO):
+    """Standard output whose reader, such as `head`, has what it wanted."""
+
+    def write(self, _):
+        raise BrokenPipeError
+
+
+def test_a_reader_that_leaves_early_costs_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "draw_findings", lambda _: {})
+    results = create_result_folder(tmp_path / "out", TURNS)
+    plan = make_plan("1", repetitions=1)
+    findings = make_findings(plan, measure(plan, {"replicated": {"c1": 10}}))
+    monkeypatch.setattr(sys, "stdout", LeftReader())
+    with pytest.raises(BrokenPipeError):
+        deliver(findings, results, is_json=True)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["ended"] is None
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 def test_cpu_time_of_a_session_is_counted():

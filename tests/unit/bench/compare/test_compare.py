@@ -116,6 +116,13 @@ def test_several_runs_a_side():
     assert line_of(found, "output").judgement == "worse"
 
 
+def test_a_run_without_an_answer_counts_as_one_without_tokens():
+    answered, refused = report_of(records_of(1)), report_of([failed()])
+    rates = [float(run.clusters[0][0]) for run in collect_rates([answered, refused])]
+    assert rates == [answered.figures.output_tokens_per_s, 0.0]
+    assert collect_rates([refused, refused]) == []
+
+
 def test_tokens_that_came_after_the_window_do_not_count():
     times = tuple(0.1 * at for at in range(1, 105))  # 4 of them once sending was stopped
     records = [whole(sent_s=0.0, token_s=times, num_output=len(times))]

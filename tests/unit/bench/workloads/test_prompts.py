@@ -19,6 +19,7 @@ from baton.bench.workloads.synthetic import (
     choose_workload,
 )
 from baton.errors import ConfigError
+from tests.examples import examples
 
 IDS = TokenIds()
 
@@ -31,7 +32,7 @@ def test_the_same_seed_is_the_same_prompt_on_every_machine():
     assert ids_of("s", Segment("a", 4)) == [1397, 630, 618, 420]  # never to change
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(15))
 @given(st.text(max_size=8), st.text(max_size=8), st.integers(1, 300), st.integers(1, 300))
 def test_equal_keys_begin_alike(seed, key, few, many):
     few, many = sorted((few, many))
