@@ -576,6 +576,7 @@ def measure_listener(args: argparse.Namespace) -> Listener:
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, port))
     process.start()
+    there.close()  # a process that ends before it is ready is not waited for
     try:
         assert here.recv() == "ready"
         return asyncio.run(load(here, port, args.connections, args.rounds, args.lease))

@@ -218,6 +218,7 @@ def start(servers: Servers, arms: list[str], lmcache: Path | None) -> dict[str, 
             server.wait_ready()
         except ServerError as exc:
             print(exc, file=sys.stderr)
+            servers.end([server])
         else:
             ready[arm] = server
     return ready

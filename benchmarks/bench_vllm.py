@@ -125,12 +125,14 @@ def start_configurations(setting: Setting, failures: dict[str, str]) -> list[Con
     """Start one arm after the other, so that each has the machine to itself; it is paused then."""
     configurations = []
     for name in setting.options.arms:
+        num_servers = len(setting.servers.started)
         try:
             configuration = CONFIGURATIONS[name](setting)
             configuration.ask(make_body(np.random.default_rng(9), 64))
         except (ServerError, OSError, subprocess.SubprocessError) as exc:
             failures[name] = str(exc)
             console.print(f"{name}: failed: {exc}")
+            setting.servers.end(setting.servers.started[num_servers:])
             continue
         configuration.pause()
         configurations.append(configuration)

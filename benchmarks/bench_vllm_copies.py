@@ -25,7 +25,7 @@ from completion_client import read_trace, stream
 from random_model import make_model
 from rich.console import Console
 from run_record import write_record
-from vllm_servers import Server, Servers
+from vllm_servers import Server, Servers, list_group
 
 from baton.testing.fleet import Fleet
 
@@ -123,11 +123,8 @@ def ask(gateway: str, rng: np.random.Generator) -> tuple[float, dict]:
 def agent_cpu_s(server: Server) -> float:
     """CPU seconds of the handoff agent's thread in a server's processes."""
     spent_ns = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields = stat.read_text().rpartition(")")[2].split()
-        if int(fields[2]) != server.popen.pid:
-            continue
-        for task in (stat.parent / "task").iterdir():
+    for pid in list_group(server.popen.pid):
+        for task in Path(f"/proc/{pid}/task").iterdir():
             if (task / "comm").read_text().strip() == AGENT:
                 spent_ns += int((task / "schedstat").read_text().split()[0])
     return spent_ns / 1e9

@@ -168,6 +168,7 @@ def upstreams(core: int, key: str) -> Iterator[tuple[list[str], list[str]]]:
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=serve_upstreams, args=(writing, core, key), daemon=True)
     process.start()
+    writing.close()  # a process that ends before it is ready is not waited for
     try:
         ports = reading.recv()
         plain, tls = ports[: len(ROLES)], ports[len(ROLES) :]

@@ -89,6 +89,7 @@ def plain_proxy(url: str) -> Iterator[tuple[str, int]]:
         target=_serve, args=(url, writing), daemon=True
     )
     process.start()
+    writing.close()  # a process that ends before it is ready is not waited for
     assert process.pid is not None
     try:
         yield f"http://127.0.0.1:{reading.recv()}", process.pid

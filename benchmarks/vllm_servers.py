@@ -17,11 +17,14 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from completion_client import ServerError
 
 from baton.testing.fleet import sigterm_as_ctrl_c
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 START_TIMEOUT_S = 180.0
 
@@ -64,7 +67,7 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """User and system time of it and of its children that still live."""
-        return sum(map(_cpu_seconds, _group(self.popen.pid)))
+        return sum(map(_cpu_seconds, list_group(self.popen.pid)))
 
     def send(self, number: signal.Signals) -> None:
         """Signal it and its children."""
@@ -96,10 +99,14 @@ class Servers:
 
     def close(self) -> None:
         """End all servers."""
-        for server in self.started:
+        self.end(self.started)
+
+    def end(self, servers: Sequence[Server]) -> None:
+        """End these: one that did not come up would take the cores of the others."""
+        for server in servers:
             server.send(signal.SIGCONT)
             server.send(signal.SIGTERM)
-        for server in self.started:
+        for server in servers:
             try:
                 server.popen.wait(20)
             except subprocess.TimeoutExpired:
@@ -150,7 +157,8 @@ def find_free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _group(leader: int) -> list[int]:
+def list_group(leader: int) -> list[int]:
+    """Processes of a group that live."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
