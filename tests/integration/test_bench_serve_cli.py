@@ -75,6 +75,16 @@ def test_a_run_its_file_and_a_comparison(url, tmp_path):
     assert msgspec.json.decode(compared.stdout)["num_requests"] == [20, 20]
 
 
+def test_a_reader_that_leaves_early_costs_no_report(url, tmp_path):
+    path = tmp_path / "report.json"
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [*BENCH, "serve", "--url", url, "--requests", "2", "--output", str(path)]
+    subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False)
+    os.close(writing)
+    assert len(msgspec.json.decode(path.read_bytes(), type=Report).records) >= 2
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "reported"),
     [

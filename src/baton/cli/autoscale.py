@@ -13,6 +13,8 @@ from baton.launch.fleet import DEFAULT_FLEET, FleetControl
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from baton.config.sections import ScalingSection
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -49,7 +51,7 @@ def autoscale(flags: AutoscaleFlags | None = None) -> int:
 
     async def run() -> None:
         async with backend.connect(flags.fleet) as control:
-            await _run(flags, control)
+            await _run(config.scaling, control, applies=not flags.dry_run)
 
     from baton.config.logs import configure_logging  # noqa: PLC0415
 
@@ -58,18 +60,17 @@ def autoscale(flags: AutoscaleFlags | None = None) -> int:
     return 0
 
 
-async def _run(flags: AutoscaleFlags, control: "FleetControl") -> None:
+async def _run(settings: "ScalingSection", control: "FleetControl", *, applies: bool) -> None:
     from baton.clock import MachineClock  # noqa: PLC0415
     from baton.launch.autoscaler import Autoscaler, DemandReader, make_options  # noqa: PLC0415
 
-    settings = flags.resolve().to_config().scaling
     autoscaler = Autoscaler(
         control,
         DemandReader(settings.gateways, settings.model),
         make_options(settings),
         MachineClock(),
         on_line=partial(print, flush=True),
-        applies=not flags.dry_run,
+        applies=applies,
     )
     if settings.metrics_port is not None:
         _serve_metrics(settings.metrics_port, autoscaler.changes.metrics.registry)

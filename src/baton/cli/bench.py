@@ -110,14 +110,16 @@ def _measure(plan: "Plan", nodes: "Nodes", flags: LinkFlags, clock: Clock) -> in
 
     num_steps = plan.effort.num_rounds * len(plan.entries) * len(plan.workloads)
     report = LinkRunner(plan, nodes, StepProgress(num_steps), clock, sys.argv[1:]).run()
-    if flags.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        print_link_report(report, sys.stdout)
-    if flags.plot is not None and report.rows:
-        from baton.bench.charts import plot_report  # noqa: PLC0415
+    try:  # before it is printed: a reader that leaves early (`| head`) ends the printing
+        if flags.plot is not None and report.rows:
+            from baton.bench.charts import plot_report  # noqa: PLC0415
 
-        plot_report(report, flags.plot)
+            plot_report(report, flags.plot)
+    finally:
+        if flags.json:
+            print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        else:
+            print_link_report(report, sys.stdout)
     return _exit_code(report, flags)
 
 

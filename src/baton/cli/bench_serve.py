@@ -223,13 +223,15 @@ def _deliver(report: "Report", results: ResultFlags) -> None:
     from baton.bench.files import save_result  # noqa: PLC0415
     from baton.bench.printing import print_load_report  # noqa: PLC0415 - too heavy for --help
 
-    if results.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        print_load_report(report, sys.stdout)
-    if results.output is not None:
-        save_result(results.output, report)
-        print(f"baton: the report is in {results.output}", file=sys.stderr)
+    try:  # before it is printed: a reader that leaves early (`| head`) ends the printing
+        if results.output is not None:
+            save_result(results.output, report)
+            print(f"baton: the report is in {results.output}", file=sys.stderr)
+    finally:
+        if results.json:
+            print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        else:
+            print_load_report(report, sys.stdout)
 
 
 def _request_options(flags: TargetFlags) -> "RequestOptions":

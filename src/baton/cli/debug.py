@@ -64,6 +64,7 @@ def bundle(  # noqa: PLR0913 - one for each flag
     What cannot be read is listed in its manifest.json. Exit code 1: no gateway answered.
     """
     # Here, so that --help imports nothing heavy.
+    from baton.bench.files import check_writable  # noqa: PLC0415
     from baton.clock import MachineClock  # noqa: PLC0415
     from baton.ops.bundle.collecting import BundleOrder, make_bundle  # noqa: PLC0415
     from baton.ops.doctor.host import this_host  # noqa: PLC0415
@@ -73,6 +74,7 @@ def bundle(  # noqa: PLR0913 - one for each flag
         raise ConfigError(f"--requests {requests}: give a number from 0 to {MAX_REQUESTS}")
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(f"--timeout-s {timeout_s:g}: give seconds, at most {MAX_TIMEOUT_S:g}")
+    check_writable(output)
     resolved = (flags or ConfigFlags()).resolve()
     order = BundleOrder(
         gateways=tuple(Gateway.at(url, "--gateway") for url in gateway or [DEFAULT_GATEWAY]),

@@ -11,6 +11,7 @@ from cyclopts import Group, Parameter, Token
 from baton.config.environment import read_environment
 from baton.config.resolve import CommandLine, Resolved, resolve
 from baton.config.sections import TransferSection
+from baton.errors import ConfigError
 
 CONFIGURATION = Group("Configuration", sort_key=1)
 
@@ -127,8 +128,15 @@ Store = Annotated[
 
 
 def read_api_key(variable: str) -> str | None:
-    """The API key of an environment variable; files and secrets may end it with a line break."""
-    return read_environment().get(variable, "").strip() or None
+    """The API key of an environment variable; files and secrets may end it with a line break.
+
+    Raises:
+        ConfigError: no header can have it.
+    """
+    key = read_environment().get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{variable} has a character that no header can have")
+    return key or None
 
 
 @Parameter(name="*")

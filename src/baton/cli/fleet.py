@@ -124,11 +124,13 @@ def _print_status(found: "FleetStatus") -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
+    from baton.ops.doctor.finding import one_line  # noqa: PLC0415
+
     table = Table(title=f"fleet {found.fleet} ({found.backend}, baton {found.version})")
     for column in ("process", "role", "state", "address", "pid", "up", "restarts", "reason"):
         table.add_column(column)
     for member in found.members:
-        table.add_row(*_cells(member))
+        table.add_row(*map(one_line, _cells(member)))
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = WIDE_COLUMNS

@@ -1,5 +1,8 @@
 """`baton key`: keys of clients, identities of gateways, workers and monitors."""
 
+import fcntl
+import os
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,9 +13,12 @@ from baton.config.environment import read_environment, state_directory
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from baton.auth.key import ClusterKey
 
 DAY_S = 86_400
+MAX_DAYS = 36_500
 
 app = App(
     name="key", help="Make, show, rotate and revoke keys and identities.", help_format="plaintext"
@@ -49,11 +55,10 @@ def add(  # noqa: PLR0913 - one for each option
     from baton.gateway.clients import make_key, read_keys, write_keys  # noqa: PLC0415
 
     path = file or _default_file()
-    keys = read_keys(path) if path.exists() else ()
     expires_at = None
     if expires_days is not None:
-        if expires_days < 1:
-            raise ConfigError("--expires-days: a number above 0")
+        if not 1 <= expires_days <= MAX_DAYS:
+            raise ConfigError(f"--expires-days: a number above 0, at most {MAX_DAYS}")
         expires_at = int(MachineClock().unix_now()) + expires_days * DAY_S
     text, kept = make_key(
         tenant,
@@ -67,7 +72,10 @@ def add(  # noqa: PLR0913 - one for each option
         msgspec.convert(msgspec.to_builtins(kept), type=type(kept))  # its fields' bounds
     except msgspec.ValidationError as exc:
         raise ConfigError(f"no such key can be made: {exc}") from exc
-    write_keys(path, (*keys, kept))
+    with suppress(OSError):  # `write_keys` reports it
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(path):
+        write_keys(path, (*(read_keys(path) if path.exists() else ()), kept))
     print(text)
     return 0
 
@@ -75,8 +83,6 @@ def add(  # noqa: PLR0913 - one for each option
 @client.command(name="list")
 def show(*, file: File = None) -> int:
     """List the keys: never their secrets, which are not kept."""
-    from datetime import UTC, datetime  # noqa: PLC0415
-
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
@@ -84,11 +90,11 @@ def show(*, file: File = None) -> int:
 
     table = Table("id", "tenant", "expires", "at once", "a minute", "priority", "weight")
     for key in read_keys(file or _default_file()):
-        expires = key.expires_at and datetime.fromtimestamp(key.expires_at, UTC).isoformat()
+        expires = "never" if key.expires_at is None else _show_time(key.expires_at)
         limits = (key.max_inflight, key.requests_per_minute)
         shown = ("" if limit is None else str(limit) for limit in limits)
         rank = (key.priority, f"{key.weight:g}")
-        table.add_row(key.id, key.tenant, expires or "never", *shown, *rank)
+        table.add_row(key.id, key.tenant, expires, *shown, *rank)
     Console(markup=False, highlight=False, soft_wrap=True).print(table)
     return 0
 
@@ -103,13 +109,39 @@ def remove(
     from baton.gateway.clients import read_keys, write_keys  # noqa: PLC0415
 
     path = file or _default_file()
-    keys = read_keys(path)
     wanted = key_id.removeprefix("bk-").partition("-")[0]
-    left = tuple(key for key in keys if key.id != wanted)
-    if len(left) == len(keys):
-        raise ConfigError(f"{path} has no key with the id {wanted!r}; see: baton key client list")
-    write_keys(path, left)
+    with _alone(path):
+        keys = read_keys(path)
+        left = tuple(key for key in keys if key.id != wanted)
+        if len(left) == len(keys):
+            raise ConfigError(
+                f"{path} has no key with the id {wanted!r}; see: baton key client list"
+            )
+        write_keys(path, left)
     return 0
+
+
+@contextmanager
+def _alone(path: Path) -> "Generator[None]":
+    """Change a file of keys alone: of two commands at once, one undoes what the other did.
+
+    Nothing waits where there is no folder yet, or its filesystem has no locks.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+def _show_time(unix_s: int) -> str:
+    from datetime import UTC, datetime  # noqa: PLC0415 - for --help
+
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).isoformat()
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999
+        return f"{unix_s}, Unix time"
 
 
 Directory = Annotated[Path, Parameter(help="The directory; made if need be.")]

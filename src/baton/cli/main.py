@@ -104,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
     except BatonError as exc:
         if _wants_traceback(arguments):
             traceback.print_exc()
-        print(f"baton: {exc}", file=sys.stderr)
+        print(f"baton: {_printable(str(exc))}", file=sys.stderr)
         return MISUSED if isinstance(exc, ConfigError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -136,6 +136,13 @@ def _leave_closed_output() -> bool:
 def _show_default(value: object) -> str | None:
     """What help shows of a default: of a switch that is off, and of no value, nothing."""
     return None if value is False or value in (None, (), []) else str(value)
+
+
+def _printable(text: str) -> str:
+    """Its lines without control characters: servers and files are quoted in it."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
 
 
 def _wants_traceback(arguments: Sequence[str]) -> bool:

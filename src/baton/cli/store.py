@@ -143,11 +143,11 @@ def evict(  # noqa: PLR0913 - a flag each
             "give one of --mib, --older-than-hours, --all, --tenant, and --salt-file or "
             "--client-tenant"
         )
-    if (mebibytes or 0) < 0 or (older_than_hours or 0) < 0:
-        raise ConfigError("--mib and --older-than-hours take no negative number")
+    _check_amount("--mib", mebibytes or 0)
+    _check_amount("--older-than-hours", older_than_hours or 0)
     num_bytes = None if mebibytes is None else int(mebibytes * MIB)
     with _open(flags, store) as (tiers, key):
-        label = _parse_label(tenant) if tenant else None
+        label = None if tenant is None else _parse_label(tenant)
         if by_salt:
             label = _label_salt(key, salt_file, client_tenant)
         done = ops.evict(
@@ -196,8 +196,10 @@ def export_entries(
     json: Json = False,
 ) -> int:
     """Write entries into a file: those of these names (see `ls`), or all."""
-    from baton.ops.store_archive import export_entries as export  # noqa: PLC0415 - for --help
+    from baton.bench.files import check_writable  # noqa: PLC0415 - for --help
+    from baton.ops.store_archive import export_entries as export  # noqa: PLC0415
 
+    check_writable(file)
     wanted = [_parse_name(name) for name in names]
     with _open(flags, store) as (tiers, key):
         done = export(tiers, file, key, wanted)
@@ -264,8 +266,7 @@ def serve(
 
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"--port {port}: give a number from 0 to {MAX_PORT}")
-    if verify_mib_per_s < 0:
-        raise ConfigError("--verify-mib-per-s takes no negative number")
+    _check_amount("--verify-mib-per-s", verify_mib_per_s)
     config = (flags or ConfigFlags()).resolve().to_config()
     configure_logging(config.log)
     with _open(flags, store, may_create=True, serves=True, listen=listen) as (tiers, _):
@@ -290,6 +291,11 @@ def _change_pins(
     for name in missing:
         print(f"baton: no tier that pins entries has {name.hex()}", file=sys.stderr)
     return FAILED if missing else 0
+
+
+def _check_amount(flag: str, amount: float) -> None:
+    if not 0 <= amount < float("inf"):
+        raise ConfigError(f"{flag} takes no negative number, nor inf or nan")
 
 
 def _parse_name(text: str) -> "EntryName":
@@ -329,6 +335,8 @@ def _label_salt(
         salt = salt_file.read_text("utf-8").removesuffix("\n") if salt_file else ""
     except (OSError, UnicodeError) as exc:
         raise ConfigError(f"cannot read a cache_salt from {salt_file}: {exc}") from exc
+    if not salt and client_tenant is None:
+        raise ConfigError(f"{salt_file} is empty: a tenant has a cache_salt")
     if client_tenant is not None:
         salt = bind_salt(client_tenant, salt)
     return label_tenant(key, hash_tenant(salt))

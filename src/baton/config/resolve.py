@@ -168,7 +168,7 @@ def parse_open_value(text: str) -> object:
     """
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:
         if not text.startswith("{"):
             return text
         reason = exc
@@ -254,7 +254,7 @@ def read_file(path: Path) -> Layer:
             f"cannot read the configuration file {path}: {exc.strerror}; "
             "check the path given by --config or BATON_CONFIG"
         ) from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:  # TOML, UTF-8, a number of thousands of digits
         raise ConfigError(f"{path} is not TOML: {exc}") from exc
     layer: Layer = {}
     for name, value in _flatten(document, ""):
@@ -358,12 +358,14 @@ def _misspelt_variables() -> Mapping[str, str]:
 
 def _resolve_path(name: str, value: object, directory: Path) -> object:
     is_path = name in PATH_KEYS or name.startswith("router.tokenizers.")
-    if not is_path or not isinstance(value, str):
-        return value
+    return str(directory / _expand(name, value)) if is_path and isinstance(value, str) else value
+
+
+def _expand(name: str, path: str) -> Path:
     try:
-        return str(directory / Path(value).expanduser())
+        return Path(path).expanduser()
     except RuntimeError as exc:
-        raise ConfigError(f"{name}: {value!r} begins with the home of no user: {exc}") from exc
+        raise ConfigError(f"{name}: {path!r} begins with the home of no user: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,9 +441,12 @@ def resolve(command_line: CommandLine, environment: Mapping[str, str]) -> Resolv
 def _checked(name: str, setting: Setting) -> Value:
     key = closed_keys().get(name)
     try:
-        return Value(_convert(key, setting.value), setting.origin)
+        value = _convert(key, setting.value)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{name}: {exc} ({describe(setting.origin)})") from exc
+    if name in PATH_KEYS and isinstance(value, str):
+        _expand(name, value)  # who opens it cannot name the setting
+    return Value(value, setting.origin)
 
 
 def _convert(key: Key | None, value: Typed | Text) -> object:

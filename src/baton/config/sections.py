@@ -19,6 +19,7 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0)]
 Price: TypeAlias = Annotated[float, Meta(ge=0)]
 SecondsOrNone: TypeAlias = Annotated[float, Meta(ge=0)]
 LeaseSeconds: TypeAlias = Annotated[float, Meta(gt=0, le=3600)]
+Core: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
 Host: TypeAlias = Annotated[str, Meta(min_length=1)]
 
 Role: TypeAlias = Literal["prefill", "decode", "both"]
@@ -127,7 +128,7 @@ class WorkerSection(Struct, frozen=True, kw_only=True):
     model: str | None = None
     served_model_name: str | None = None
     engine: str = "transformers"
-    cpu_affinity: tuple[Count, ...] = ()
+    cpu_affinity: tuple[Core, ...] = ()
     numa_node: NumaNode | None = None
     drain_timeout_s: Seconds = 30.0
     announce_to: tuple[str, ...] = ()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
 
-from baton.errors import UnknownPluginError
+from baton.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager
 
-GROUP: Final = "baton.fleets"
+BACKENDS: Final[Registry[object]] = Registry("baton.fleets")
 DEFAULT_FLEET: Final = "default"
 
 MemberRole: TypeAlias = Literal["gateway", "prefill", "decode", "both"]
@@ -114,7 +113,4 @@ def find_backend(name: str) -> FleetBackend:
     Raises:
         UnknownPluginError: no installed distribution declares it.
     """
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        raise UnknownPluginError(GROUP, name, tuple(sorted(found)))
-    return cast("FleetBackend", found[name].load())
+    return cast("FleetBackend", BACKENDS.load(name))

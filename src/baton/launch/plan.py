@@ -319,5 +319,7 @@ def _as_text(name: str, value: object) -> str:
     """What `--set` reads back as the same value: plain for a closed string, else TOML."""
     if isinstance(value, str) and name in closed_keys():
         return value
+    if isinstance(value, float):  # JSON has no inf
+        return repr(value)
     # JSON's scalars and arrays of scalars are TOML's.
     return msgspec.json.encode(value).decode()

@@ -65,6 +65,7 @@ class Gateway:
         try:
             parts = urlsplit(url)
             port = parts.port
+            (parts.hostname or "").encode("idna")  # as a resolver would be asked
         except ValueError as exc:
             raise ConfigError(f"{flag} {url!r}: {exc}") from exc
         has_more = parts.path not in {"", "/"} or parts.query or parts.fragment or parts.username
@@ -136,8 +137,14 @@ class Gateway:
 
 
 def management_headers() -> dict[str, str]:
-    """What shows a gateway the management key, where this process was given one."""
+    """What shows a gateway the management key, where this process was given one.
+
+    Raises:
+        PageError: no header can have it.
+    """
     key = read_environment().get(MANAGEMENT_KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise PageError(f"{MANAGEMENT_KEY_VARIABLE} has a character that no header can have")
     return {MANAGEMENT_KEY_HEADER: key} if key else {}
 
 

@@ -122,7 +122,7 @@ def _name(candidate: RouteCandidate) -> str:
 
 def _heading(name: str) -> str:
     """`queue_s` → `queue, s`."""
-    words = name.removesuffix(SECONDS).removeprefix("num_").replace("_", " ")
+    words = one_line(name).removesuffix(SECONDS).removeprefix("num_").replace("_", " ")
     return f"{words}, s" if name.endswith(SECONDS) else words
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import secrets
 import struct
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import msgspec
 
-from baton.errors import ProtocolError, StoreError, StoreFullError
+from baton.errors import ConfigError, ProtocolError, StoreError, StoreFullError
 from baton.ops.store import check_answers
 from baton.store.entry_format import HEADER_BYTES, MAGIC, has_digest, make_header, parse_header
 from baton.store.interface import EndsWithUsers, EntryName, PutResult, TenantLabel
@@ -63,10 +64,10 @@ def export_entries(
         StoreError: a tier cannot be looked at, or the file cannot be written.
     """
     entries_key, mac = key.sign("store", b"entries"), _begin_mac(key)
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     num_entries = num_bytes = 0
     try:
-        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, FILE_MODE)
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         with os.fdopen(fd, "wb") as file:
             file.write(BEGIN)
             for name, tenant, body in _iter_bodies(tiers, names):
@@ -93,13 +94,13 @@ def check_archive(path: Path) -> None:
 
     Raises:
         ProtocolError: it is no archive.
-        StoreError: the file cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
             begin = file.read(len(BEGIN))
     except OSError as exc:
-        raise StoreError(f"cannot read {path}: {exc.strerror}") from exc
+        raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
     if begin != BEGIN:
         raise ProtocolError(f"{path} is no archive of a store, or one of another version")
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 MAX_STEPS: Final = 3_000_000_000
 """Sums of two numbers, of which a core does some 1e9 a second."""
+MAX_ENTRIES: Final = 10_000_000
+"""Of the table of all hosts: of more workers it would take too many steps in any case."""
 EVENNESS: Final = 1e-7
 """What an even division among hosts is worth, as a share of what the best links save: it decides
 between assignments that are equally near."""
@@ -238,6 +240,8 @@ class _Search:
 
     def solve(self, hosts: Sequence[HostTable]) -> _Table:
         """The table of all hosts together."""
+        if (self.totals[0] + 1) * (self.totals[1] + 1) > MAX_ENTRIES:
+            raise self._refuse()
         zones: dict[tuple[str, ...], dict[tuple[str, ...], list[_Table]]] = {}
         for host in hosts:
             location = Location.of(host.zone, host.rack, host.name)
@@ -256,14 +260,14 @@ class _Search:
 
     def _host(self, host: HostTable) -> _Table:
         free = np.array([host.gpus, host.cpus, host.memory_bytes], dtype=np.float64)
+        free *= 1 + ROUNDING
         first, second = (
             np.multiply.outer(np.arange(of + 1 if each.allow(host) else 1), each.amounts)
             for of, each in zip(self.totals, self._needs, strict=True)
         )
-        used = first[:, None, :] + second[None, :, :]
-        fits = (used <= free * (1 + ROUNDING)).all(axis=2)
-        rows, columns = int(fits[:, 0].sum()), int(fits[0].sum())
-        fits = fits[:rows, :columns]
+        first, second = (alone[(alone <= free).all(axis=1)] for alone in (first, second))
+        fits = (first[:, None, :] + second[None, :, :] <= free).all(axis=2)
+        rows, columns = fits.shape
         num = np.add.outer(np.arange(rows), np.arange(columns))
         evenly = -self._evenness * (num / sum(self.totals)) ** 2
         return self._finish(_Table(np.where(fits, evenly, -inf), host), Distance.SAME_HOST)
@@ -313,11 +317,14 @@ class _Search:
     def _count(self, num_steps: int) -> None:
         self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
-            raise NoAssignmentError(
-                f"a fleet of {' + '.join(str(each) for each in self.totals if each)} workers on so "
-                "many hosts is too large to assign exactly: plan each zone as a fleet of its own, "
-                "or let Ray place workers by labels (ray.workers.ROLE.labels, within)"
-            )
+            raise self._refuse()
+
+    def _refuse(self) -> NoAssignmentError:
+        return NoAssignmentError(
+            f"a fleet of {' + '.join(str(each) for each in self.totals if each)} workers on so "
+            "many hosts is too large to assign exactly: plan each zone as a fleet of its own, "
+            "or let Ray place workers by labels (ray.workers.ROLE.labels, within)"
+        )
 
 
 def _explain(

@@ -84,6 +84,7 @@ def test_text_becomes_what_the_key_is(name, text, value):
     [
         ("gateway.port", "many", r"gateway.port: Expected `int`.*\(environment BATON_GATEWAY__P"),
         ("gateway.port", "65536", r"gateway.port: Expected `int` <= 65535"),
+        ("worker.cpu_affinity", "2147483648", r"worker.cpu_affinity: Expected `int` <= 65535"),
         ("worker.role", "cook", r"worker.role: Invalid enum value 'cook'"),
         ("worker.drain_timeout_s", "0", r"worker.drain_timeout_s: Expected `float` > 0"),
         ("transfer.transports", "[]", r"transfer.transports: Expected `array` of length >= 1"),

@@ -77,6 +77,7 @@ def test_every_setting_that_names_a_file_is_relative_to_the_file(tmp_path):
         ("gateway = 3\n", r"baton.toml:1: 'gateway' is a table, not a value"),
         ("engine = 3\n", r"'engine' is a table, not a value"),
         ("[gateway\n", r"baton.toml is not TOML: .*line 1"),
+        (f"[engine]\nseed = {'9' * 5000}\n", r"baton.toml is not TOML: .*4300 digits"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path, text, message):

@@ -1,5 +1,6 @@
 """Which processes a launch starts, with which arguments."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -287,6 +288,11 @@ def test_a_launch_in_the_background_gets_the_same_settings():
     assert words[4::2] == ("--set",) * 3
     again = resolve(CommandLine(assignments=words[5::2]), {}).to_config()
     assert again == resolve(CommandLine(assignments=assignments), {}).to_config()
+
+
+def test_a_number_without_bound_is_handed_on():
+    gateway = child_config(plan("gateway.wait_for_worker_s=inf").gateway_command(Path("/m"), 0))
+    assert gateway.gateway.wait_for_worker_s == math.inf
 
 
 def test_keys_whose_names_begin_like_a_launchers_are_handed_on():

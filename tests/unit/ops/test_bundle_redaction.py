@@ -105,6 +105,14 @@ def test_strings_of_pages_are_kept_by_name_only(page):
     assert json.loads(kept)["mode"] == "push"
 
 
+@pytest.mark.parametrize("part", [b'{"a":', b"["])
+def test_a_page_that_is_nested_too_deep_is_refused(part):
+    """It costs its own file: of some 400 levels on it decodes, and cannot be redacted."""
+    body = part * 900 + b"1" + (b"}" if b"{" in part else b"]") * 900
+    with pytest.raises(ProtocolError, match="it is not JSON"):
+        Redactor([]).page(body)
+
+
 def test_a_trace_keeps_its_figures_and_loses_tokens():
     page = {
         "summary": {"ttft_s": 0.25, "fallbacks": ["prefill_lost: gone"], "transport": "tcp"},

@@ -70,6 +70,13 @@ def test_output_fits_100_columns_and_loses_nothing():
     assert text.rstrip().endswith("1 problem, 1 ok in 1.2 s")
 
 
+def test_text_of_others_cannot_steer_a_terminal():
+    """A reason may have the address of an alert's runbook, which a gateway gives."""
+    hostile = "a\x1b[2J\nb\x07"
+    finding = msgspec.structs.replace(LONG, name=hostile, found=hostile, why=hostile, fix=hostile)
+    assert printed(finding).replace("\n", "").isprintable()
+
+
 def test_why_is_told_only_where_something_is_wrong():
     assert "because" in printed(LONG)
     assert "because" not in printed(replace_level(LONG, Level.OK))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,15 +12,17 @@ from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.errors import ProtocolError, StoreError
 from baton.handoff.pool_mode.store_access import open_keyed_store
+from baton.ops import store_archive
 from baton.ops.store_archive import BEGIN, END_BYTES, export_entries, import_entries
 from baton.store.entry_format import HEADER_BYTES
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
     from pathlib import Path
 
     from baton.store.counted_tier import CountedTier
+    from baton.store.interface import EntryName
 
 KEY = ClusterKey.from_hex("5" * 64)
 ENTRY_BYTES = HEADER_BYTES + BODY_BYTES
@@ -98,6 +100,29 @@ def test_a_damaged_entry_is_left_out(tmp_path: Path) -> None:
     with opened(tmp_path / "other") as tiers:
         import_entries(tiers, tmp_path / "archive", KEY)
         assert read(tiers[0], "b") == body_of("b")
+
+
+def test_two_exports_to_one_file_do_not_write_into_each_other(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "archive.unfinished"
+    other.write_text("of somebody else")
+    iter_bodies = store_archive._iter_bodies
+
+    def export_meanwhile(tiers: Sequence[CountedTier], names: Sequence[EntryName]) -> Iterator[Any]:
+        for at, body in enumerate(iter_bodies(tiers, names)):
+            if at == 1:
+                monkeypatch.setattr(store_archive, "_iter_bodies", iter_bodies)
+                export_entries(tiers, archive, KEY, (name_of("c"),))
+            yield body
+
+    with opened(tmp_path / "kv") as tiers:
+        monkeypatch.setattr(store_archive, "_iter_bodies", export_meanwhile)
+        assert export_entries(tiers, archive, KEY, ()).num_entries == 3
+    with opened(tmp_path / "other") as tiers:
+        assert import_entries(tiers, archive, KEY).num_entries == 3
+    assert other.read_text() == "of somebody else"
+    assert len(list(tmp_path.iterdir())) == 4, "two stores, the archive, and the other file"
 
 
 def test_files_that_cannot_be_used_are_reported(tmp_path: Path) -> None:

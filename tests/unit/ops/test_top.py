@@ -73,6 +73,21 @@ def test_what_is_no_gateways_page(body):
         read_metrics(body, 0.0)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "baton_gateway_requests_total NaN",
+        "baton_gateway_requests_total +Inf",
+        "baton_gateway_time_to_first_token_seconds_bucket 3",
+        'baton_gateway_time_to_first_token_seconds_bucket{le="soon"} 3',
+        'baton_gateway_time_to_first_token_seconds_bucket{le="NaN"} 3',
+    ],
+)
+def test_figures_that_no_gateway_has(line):
+    with pytest.raises(PageError, match="Prometheus's format"):
+        read_metrics(f"{line}\n".encode(), 0.0)
+
+
 def test_a_damaged_page():
     with pytest.raises(PageError):
         read_metrics(b'baton_gateway_requests_total{code="200} 1\n', 0.0)

@@ -89,6 +89,13 @@ def test_a_search_that_would_take_too_long_is_refused(monkeypatch):
         plan([host(f"h{at}", gpus=8.0) for at in range(8)], needs(20, 20))
 
 
+def test_a_fleet_that_no_memory_has_room_for_is_refused():
+    """The table of 30,000 and as many workers has 7 GB."""
+    byte_s = {distance: 1e-9 / rate.gb_per_s for distance, rate in RATES.items()}
+    with pytest.raises(NoAssignmentError, match="30000 \\+ 30000 workers"):
+        assign_workers([host("h1", gpus=8.0)], needs(30_000, 30_000), byte_s)
+
+
 def test_a_thousand_gpus_are_assigned_exactly():
     hosts = [host(f"h{at}", f"r{at // 8}", f"z{at // 64}", gpus=8.0) for at in range(128)]
     wanted = needs(64, 192, gpus=4.0)

@@ -13,7 +13,13 @@ from baton.errors import ProtocolError
 from baton.launch.errors import FleetError
 from baton.launch.kubernetes.objects import CHART, NAME_LABEL, RELEASE_LABEL, Pod, Workload
 from baton.net.kubernetes.access import KubernetesApiError
-from baton.net.kubernetes.connection import ApiConnection, ApiRefusedError, ApiRequest, read_lines
+from baton.net.kubernetes.connection import (
+    ApiConnection,
+    ApiConnectionError,
+    ApiRefusedError,
+    ApiRequest,
+    read_lines,
+)
 from baton.net.kubernetes.objects import ObjectPage, decode_object
 
 if TYPE_CHECKING:
@@ -169,8 +175,7 @@ class FleetApi:
                 async for line in read_lines(answer):
                     yield line
         except KubernetesApiError as exc:
-            # Without a cause it is not the connection that failed, but what came over it.
-            if not (follow and is_open and exc.__cause__ is not None):
+            if not (follow and is_open and isinstance(exc, ApiConnectionError)):
                 raise self._describe(exc, "get", "pods/log") from exc
 
     async def _patch(self, path: str, patch: object, resource: str) -> None:

@@ -332,7 +332,9 @@ def _as_key(name: str) -> str:
 
 
 def _as_toml(value: object) -> str:
-    """JSON's scalars are TOML's; tables have = for its colon."""
+    """JSON's scalars are TOML's, but that it has no inf; tables have = for its colon."""
+    if isinstance(value, float):
+        return repr(value)
     if isinstance(value, dict):
         pairs = (f"{_as_key(key)} = {_as_toml(each)}" for key, each in value.items())
         return f"{{{', '.join(pairs)}}}"

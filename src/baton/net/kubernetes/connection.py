@@ -31,6 +31,10 @@ MAX_ANSWER_BYTES: Final = 64 << 10
 T = TypeVar("T")
 
 
+class ApiConnectionError(KubernetesApiError):
+    """There was no connection, or it ended in the middle of an answer, or it took too long."""
+
+
 class ApiRefusedError(KubernetesApiError):
     """The server answered with an error. `status`: of HTTP; `answer`: its own words.
 
@@ -76,7 +80,8 @@ class ApiConnection:
 
         Raises:
             ApiRefusedError: the server answered with an error.
-            KubernetesApiError: no answer, or none that can be trusted.
+            ApiConnectionError: no answer, or none that can be trusted, or not all of it.
+            KubernetesApiError: there are no credentials.
         """
         credentials = await self.access.find_credentials()
         headers = {"accept": "application/json", "accept-encoding": "identity"}
@@ -101,11 +106,11 @@ class ApiConnection:
                     raise await self._refused(request, response)
                 yield response
         except aiohttp.ClientSSLError as exc:
-            raise KubernetesApiError(f"TLS with {url} failed: {_describe(exc)}") from exc
+            raise ApiConnectionError(f"TLS with {url} failed: {_describe(exc)}") from exc
         except TimeoutError as exc:
-            raise KubernetesApiError(f"{url} has not answered {request.name} in time") from exc
+            raise ApiConnectionError(f"{url} has not answered {request.name} in time") from exc
         except (aiohttp.ClientError, OSError) as exc:
-            raise KubernetesApiError(f"{url}: {_describe(exc)}") from exc
+            raise ApiConnectionError(f"{url}: {_describe(exc)}") from exc
 
     async def fetch(self, request: ApiRequest, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
         """The body of an answer that comes at once.

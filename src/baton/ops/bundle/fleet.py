@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from baton.errors import UNDECODABLE, BatonError
-from baton.ops.gateway_pages import Gateway, PageError, RequestIds
+from baton.ops.gateway_pages import Gateway, RequestIds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +117,7 @@ class FleetCollector:
             async with self.at_once:
                 body = await get(url, PAGE_TIMEOUT_S)
             redacted = redact(body)
-        except (PageError, BatonError) as exc:
+        except BatonError as exc:
             self._miss(name, str(exc))
             return None
         except asyncio.CancelledError:

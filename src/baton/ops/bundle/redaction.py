@@ -128,13 +128,13 @@ class Redactor:
         """A JSON page, with line breaks.
 
         Raises:
-            ProtocolError: it is not JSON.
+            ProtocolError: it is not JSON, or nested too deep.
         """
         try:
             decoded: Json = msgspec.json.decode(body)
+            return msgspec.json.format(msgspec.json.encode(self._value("", decoded)))
         except UNDECODABLE as exc:
             raise ProtocolError(f"it is not JSON: {exc}") from exc
-        return msgspec.json.format(msgspec.json.encode(self._value("", decoded)))
 
     def metrics(self, body: bytes) -> bytes:
         """Prometheus's text format; lines that are not of that format are left out."""

@@ -66,6 +66,7 @@ def make_printable(finding: Finding) -> Finding:
         finding,
         name=one_line(finding.name),
         found=one_line(finding.found),
+        why=one_line(finding.why),
         fix=None if finding.fix is None else one_line(finding.fix),
     )
 

@@ -59,7 +59,7 @@ def check_counters(gateway: Gateway) -> list[Finding]:
         families = _read_metrics(gateway)
     except PageError as exc:
         return [_finding("metrics", Level.WARNING, f"cannot be read: {exc}", "Nothing is known.")]
-    return [*_workers(families), _fallbacks(families), _broken_streams(families)]
+    return [*_workers(families, gateway), _fallbacks(families), _broken_streams(families)]
 
 
 def check_handoffs(gateway: Gateway) -> list[Finding]:
@@ -116,7 +116,7 @@ def _latest_summaries(gateway: Gateway) -> list[Summary]:
     return summaries
 
 
-def _workers(families: dict[str, Metric]) -> Iterator[Finding]:
+def _workers(families: dict[str, Metric], gateway: Gateway) -> Iterator[Finding]:
     samples = list(_samples(families, "baton_gateway_worker_up"))
     if not samples:
         yield _finding(
@@ -131,8 +131,15 @@ def _workers(families: dict[str, Metric]) -> Iterator[Finding]:
             Level.OK if is_up else Level.WARNING,
             f"{url} is {'up' if is_up else 'down'}; {num_up} of this role up",
             "No request is placed on it until it answers its health checks.",
-            fix=None if is_up else f"curl -sS {quote_for_shell(f'{url}/health')}",
+            fix=None if is_up else _look_at(url, gateway),
         )
+
+
+def _look_at(worker_url: str, gateway: Gateway) -> str:
+    """A worker with TLS answers only those who have a certificate of its cluster."""
+    if worker_url.startswith("https:"):
+        return f"baton top --once --gateway {quote_for_shell(gateway.url)}"
+    return f"curl -sS {quote_for_shell(f'{worker_url}/health')}"
 
 
 def _fallbacks(families: dict[str, Metric]) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,7 +25,8 @@ ITL: Final = "baton_gateway_inter_token_latency_seconds_bucket"
 REQUESTS: Final = "baton_gateway_requests_total"
 FALLBACKS: Final = "baton_gateway_fallbacks_total"
 IN_FLIGHT: Final = "baton_gateway_inflight_requests"
-NAMES: Final = (TTFT, ITL, REQUESTS, FALLBACKS, IN_FLIGHT)
+BUCKETS: Final = (TTFT, ITL)
+NAMES: Final = (*BUCKETS, REQUESTS, FALLBACKS, IN_FLIGHT)
 SERVER_ERROR: Final = "5"
 """First digit of a status."""
 
@@ -100,11 +101,10 @@ def read_metrics(body: bytes, at: float) -> Reading:
     """
     sums: dict[str, float] = dict.fromkeys(NAMES, 0.0)
     num_failed, found = 0.0, False
-    buckets: dict[str, dict[float, float]] = {TTFT: {}, ITL: {}}
-    for name, labels, value in _samples(body):
+    buckets: dict[str, dict[float, float]] = {name: {} for name in BUCKETS}
+    for name, labels, edge, value in _samples(body):
         found = True
-        if name in buckets:
-            edge = float(labels["le"])
+        if edge is not None:
             buckets[name][edge] = buckets[name].get(edge, 0.0) + value
             continue
         sums[name] += value
@@ -142,7 +142,11 @@ def compute_quantile(buckets: Mapping[float, float], share: float) -> float | No
     return low
 
 
-def _samples(body: bytes) -> Iterator[tuple[str, dict[str, str], float]]:
+_Sample: TypeAlias = tuple[str, dict[str, str], float | None, float]
+"""Name, labels, edge (of buckets alone) and value."""
+
+
+def _samples(body: bytes) -> Iterator[_Sample]:
     # Most lines are of other families: they are not parsed.
     text = body.decode(errors="replace")
     wanted = "\n".join(line for line in text.split("\n") if line.startswith(NAMES))
@@ -150,9 +154,16 @@ def _samples(body: bytes) -> Iterator[tuple[str, dict[str, str], float]]:
         for family in text_string_to_metric_families(f"{wanted}\n"):
             for sample in family.samples:
                 if sample.name in NAMES:
-                    yield sample.name, sample.labels, sample.value
+                    yield _check_sample(sample.name, sample.labels, sample.value)
     except (ValueError, KeyError, IndexError) as exc:  # what the parser raises
         raise PageError(f"/metrics is not in Prometheus's format: {exc}") from exc
+
+
+def _check_sample(name: str, labels: dict[str, str], value: float) -> _Sample:
+    edge = float(labels["le"]) if name in BUCKETS else None
+    if not math.isfinite(value) or (edge is not None and math.isnan(edge)):
+        raise ValueError(f"{name} is {value:g}")
+    return name, labels, edge, value
 
 
 def _between(earlier: Reading | None, now: Reading) -> Traffic:
