@@ -275,6 +275,21 @@ def test_a_grant_that_is_closed_in_mid_part_file_changes_no_more(tmp_path):
     pair.close()
 
 
+def test_a_part_file_in_mid_flight_changes_no_more_once_its_handoff_has_ended(tmp_path):
+    kit = FileKit(tmp_path)
+    pair = TransportPair.of(kit.make_side(SHAPES), kit.make_side(SHAPES))
+    pair.writer.fill(seed=1)
+    remote, grant = pair.attach(), pair.open_grant(range(256))
+    pair.writer.transport.submit(pair.write(remote, grant, LARGE))
+    pair.pump(lambda: bool(pair.reader.pages()[0].any()))
+    assert pair.reader.transport.finish_grant(grant)
+    at_end = pair.reader.snapshot()
+    pair.pump(lambda: bool(pair.seen(WriteFailed)))
+    assert pair.reader.snapshot() == at_end
+    assert not pair.seen(Arrived)
+    pair.close()
+
+
 @pytest.mark.parametrize("damage", ["shorter", "link", "folder"])
 def test_a_part_file_that_is_not_what_was_told_ends_the_connection(tmp_path, monkeypatch, damage):
     kit = FileKit(tmp_path)

@@ -7,10 +7,15 @@ import os
 import numpy as np
 import pytest
 
-from baton.errors import ProtocolError, TransferError
+from baton.errors import PeerUnreachableError, ProtocolError, TransferError
 from baton.transfer.interface import PageArray
 from baton.transfer.scatter_gather import Geometry
-from baton.transfer.transports.file.spool import IncomingPartFile, OutgoingPartFile, is_aligned
+from baton.transfer.transports.file.spool import (
+    IncomingPartFile,
+    OutgoingPartFile,
+    find_spool,
+    is_aligned,
+)
 
 PAYLOAD = np.random.default_rng(0).integers(0, 256, 65_536, np.uint8).tobytes()
 
@@ -101,3 +106,17 @@ def test_a_part_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     with pytest.raises(ProtocolError, match="shorter"):
         incoming.read_slice()
     incoming.close()
+
+
+def test_a_pipe_in_place_of_a_part_file_is_not_waited_for(tmp_path):
+    path, target = tmp_path / "part_file", bytearray(100)
+    os.mkfifo(path)
+    with pytest.raises(ProtocolError, match="it has 0"):
+        IncomingPartFile(path, 100, iter([[memoryview(target)]]), direct=False)
+
+
+def test_a_pipe_in_place_of_a_folders_proof_is_not_waited_for(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "proof")
+    with pytest.raises(PeerUnreachableError, match="is not the peer's folder"):
+        find_spool(tmp_path, "folder", bytes(16))

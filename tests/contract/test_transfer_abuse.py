@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from baton.transfer.interface import (
     WriteCompleted,
     WriteGrant,
 )
+from baton.transfer.messages import NotAttached
 from baton.transfer.region import compute_region_bytes
 from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import transport
@@ -184,6 +186,21 @@ def test_a_payload_in_mid_flight_lands_nowhere_once_the_grant_is_closed(page_byt
         assert writer.events == [GrantQuiescent(writer.grant)]
 
 
+def test_a_payload_in_mid_flight_lands_nowhere_once_its_handoff_has_ended():
+    """Whoever has reported its last write may have begun another, whose payload it holds back."""
+    with RawWriter(TcpKit()) as writer:
+        writer.say(writer.data(), b"x" * (PAGE_BYTES // 2))
+        for _ in range(5):
+            writer.poll()
+        assert writer.reader.transport.finish_grant(writer.grant)
+        at_end = writer.reader.snapshot()
+        writer.send(b"y" * (PAGE_BYTES // 2))
+        reply = tcp.decode_from_listener(writer.receive_until(b"write_refused"))
+        assert reply == tcp.WriteRefused(0, "the grant was closed")
+        assert writer.reader.snapshot() == at_end
+        assert writer.events == []
+
+
 def test_a_write_in_parts_is_refused_once_and_its_connection_goes_on():
     with RawWriter(TcpKit(), pages=[2]) as writer:
         outside = b"\5\0\0\0"
@@ -296,8 +313,11 @@ def test_a_write_waits_until_its_grant_is_heard_of():
     pair.close()
 
 
-def lie_about_memory(kit, make_memory):
-    """A reader attaches to an owner made of a socket, which hands over what `make_memory` makes."""
+def lie_about_memory(kit, make_memory, answer=shared.Attached):
+    """A reader attaches to an owner made of a socket, which hands over what `make_memory` makes.
+
+    It does so with `answer`, made of the region's arrays.
+    """
     reader, true = kit.make_side(), kit.make_side()
     listener = socket.socket(socket.AF_UNIX)
     name = f"baton-{secrets.token_hex(16)}"  # one name for all processes of this host
@@ -321,7 +341,7 @@ def lie_about_memory(kit, make_memory):
     handshake.reply(receive_until())
     assert shared.decode_attach(receive_until()).region == true.region.handle
     fd = make_memory(compute_region_bytes(descriptor.arrays))
-    socket.send_fds(sock, [encode_frame(encode(shared.Attached(descriptor.arrays)))], [fd])
+    socket.send_fds(sock, [encode_frame(encode(answer(descriptor.arrays)))], [fd])
     os.close(fd)
     for _ in range(100):
         events.extend(reader.transport.poll())
@@ -354,6 +374,23 @@ def test_an_owner_that_lies_about_its_memory_is_lost_and_not_read(make_memory):
     remote, transfer, events = lie_about_memory(SharedKit(), make_memory)
     assert [type(event) for event in events] == [RemoteLost, ReadFailed]
     assert (events[0].remote, events[1].transfer) == (remote, transfer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda _: NotAttached("no"), lambda _: tcp.WriteLanded(0)],
+    ids=["refusal", "another message"],
+)
+def test_a_descriptor_that_comes_with_another_answer_is_closed(answer):
+    _, _, events = lie_about_memory(
+        SharedKit(), lambda num_bytes: make_memfd(num_bytes, sealed=True), answer
+    )
+    assert [type(event) for event in events] == [RemoteLost, ReadFailed]
+    targets = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            targets.append(str(entry.readlink()))
+    assert not [target for target in targets if "memfd:lie" in target]
 
 
 def test_an_owner_that_tells_the_truth_is_read():

@@ -213,7 +213,8 @@ class NodePair:
             raise TransferError("this pair was closed")
         try:
             node.channel.send(command)
-            reply = self._first_ready(node).channel.receive(self._reply_timeout_s)
+            node = self._first_ready(node)
+            reply = node.channel.receive(self._reply_timeout_s)
         except PeerLostError as exc:
             error = node.last_error()
             raise PeerLostError(f"{exc} ({error})" if error else str(exc)) from exc

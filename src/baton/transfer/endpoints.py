@@ -139,16 +139,20 @@ _SIOCGIFADDR: Final = 0x8915
 _IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
 
 
-def find_interface(host: str) -> str:
+def find_interface(host: str, advertise_host: str | None) -> str:
     """The name of the interface that `host`, an address of this machine, belongs to.
 
+    Of all addresses (`0.0.0.0`) that is none: then the one that `advertise_host` belongs to.
+
     Raises:
-        TransferError: no interface has it (`0.0.0.0` neither).
+        TransferError: no interface has it.
     """
     try:
         wanted = ipaddress.ip_address(socket.getaddrinfo(host, 0)[0][4][0])
     except (OSError, ValueError) as exc:
         raise TransferError(f"cannot find the address of {host}: {exc}") from exc
+    if wanted.is_unspecified and advertise_host is not None:
+        return find_interface(advertise_host, None)
     for _, name in socket.if_nameindex():
         if wanted == _find_ipv4(name) or (wanted.is_loopback and name == "lo"):
             return name

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-MAX_GRANT_PAGES: Final = (MAX_BODY_BYTES - 64) // 4
+MAX_GRANT_PAGES: Final = (MAX_BODY_BYTES - 128) // 4
 _PACKED: Final = np.dtype("<u4")
 
 

@@ -169,10 +169,9 @@ class AdmittedGrants:
         self._reactor.report(GrantQuiescent(grant))
         return True
 
-    def finish(self, grant: TicketId) -> bool:
-        """Admit no more: nothing lands any more. See `Transport.finish_grant`."""
+    def finish(self, grant: TicketId) -> None:
+        """Admit no more, and report nothing. See `Transport.finish_grant`."""
         self._open.pop(grant, None)
-        return True
 
     def find_refusal(
         self, grant: TicketId, writer: GrantHolder, region: PagedRegion, pages: NDArray[np.int64]

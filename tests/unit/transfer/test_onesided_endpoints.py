@@ -2,8 +2,14 @@
 
 import pytest
 
+from baton.clock import MachineClock
 from baton.errors import TransferError
+from baton.ids import new_epoch
 from baton.transfer.endpoints import open_dialer, open_listener
+from baton.transfer.interface import TransportContext
+from baton.transfer.transports import mooncake, nixl
+from baton.transfer.transports.mooncake.session import MooncakeOptions
+from baton.transfer.transports.nixl.session import NixlOptions
 
 NAME = "baton-" + "0123456789abcdef" * 2
 
@@ -46,3 +52,24 @@ def test_an_endpoint_is_where_to_connect(reach, endpoint, address):
 def test_an_address_that_says_nothing_to_a_peer_is_not_listened_on():
     with pytest.raises(TransferError, match="advertise_host"):
         open_listener("network", "0.0.0.0", None)
+
+
+def library_args(module, options):
+    """What a library's sessions are opened with, where the worker has bound all addresses."""
+    context = TransportContext(None, new_epoch(), "0.0.0.0", MachineClock())
+    transport = module._make_transport(options, context)
+    transport.close()
+    return transport._library.open_session.args
+
+
+def test_where_all_addresses_are_bound_libraries_use_the_interface_of_the_announced_one():
+    options = MooncakeOptions(advertise_host="127.0.0.1")
+    assert library_args(mooncake, options) == ("127.0.0.1", "lo")
+    options = NixlOptions(lanes="network", advertise_host="127.0.0.1")
+    (parameters,) = library_args(nixl, options)
+    assert parameters["engine_config"] == "TLS=^sm,NET_DEVICES=lo"
+
+
+def test_where_all_addresses_are_bound_and_none_is_announced_no_library_listens():
+    with pytest.raises(TransferError, match="no network interface"):
+        library_args(nixl, NixlOptions(lanes="network"))

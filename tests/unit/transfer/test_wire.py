@@ -150,3 +150,9 @@ def test_a_part_that_is_too_large_is_an_error():
     part = tcp.Data(0, GRANT, 0, PAGES, np.array([0, 1 << 30]).astype("<u4").tobytes(), None)
     with pytest.raises(ProtocolError, match="at most"):
         unpack_target(part.dst_pages, part.spans, large)
+
+
+def test_the_largest_grant_fits_into_a_frame():
+    pages = grant_messages.pack_pages(np.arange(grant_messages.MAX_GRANT_PAGES))
+    opened = grant_messages.GrantOpened(GRANT, pages, is_announced=True)
+    assert len(encode(opened)) <= messages.MAX_BODY_BYTES

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
-from baton.errors import PeerLostError, TransferError
+from baton.errors import BatonError, PeerLostError, TransferError
 from baton.net.framing import encode
 from baton.transfer.base_transport import Reactor, refused_to_attach
 from baton.transfer.grant_messages import GrantClosed
@@ -211,7 +211,7 @@ class OneSidedRemote(PeerWritesRemote, Generic[M]):
                 session = self._library.open_session()
                 try:
                     session.load_metadata(metadata, self.descriptor)
-                except TransferError:
+                except BatonError:  # ProtocolError, too
                     session.close()
                     raise
                 self._session = session

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SLICE_BYTES: Final = 4 << 20
 ALIGNMENT_BYTES: Final = 4096
+READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Of a peer's files: a pipe in the place of one is opened at once, and is not waited for."""
 
 
 def is_aligned(geometry: Geometry, memory: memoryview, array: PageArray) -> bool:
@@ -125,7 +127,7 @@ class IncomingPartFile:
         self._path, self._batches, self._batch = path, batches, next(batches, [])
         self._offset = 0
         try:
-            self._fd: int | None = _open(path, os.O_RDONLY | os.O_NOFOLLOW, direct=direct)
+            self._fd: int | None = _open(path, READ_FLAGS, direct=direct)
         except FileNotFoundError as exc:
             raise PeerLostError(f"a part file is gone: {path.name}") from exc
         except OSError as exc:
@@ -273,7 +275,7 @@ def find_spool(directory: Path, name: str, proof: bytes) -> Path:
     """
     path = directory / name
     try:
-        found = (path / PROOF).read_bytes()
+        found = _read_proof(path / PROOF)
     except OSError as exc:
         raise PeerUnreachableError(
             f"the peer's folder cannot be read here, is {directory} the same directory on both "
@@ -282,6 +284,15 @@ def find_spool(directory: Path, name: str, proof: bytes) -> Path:
     if found != proof:
         raise PeerUnreachableError(f"{path} is not the peer's folder")
     return path
+
+
+def _read_proof(path: Path) -> bytes:
+    """What a proof's file has, as far as that matters."""
+    fd = os.open(path, READ_FLAGS)
+    try:
+        return os.read(fd, PROOF_BYTES + 1)
+    finally:
+        os.close(fd)
 
 
 def _is_stale(path: Path, youngest_s: float) -> bool:

@@ -184,13 +184,18 @@ class FileTransport(ConnectedTransport[FileRemote, Attach]):
 
     def finish_grant(self, grant: TicketId) -> bool:
         """See `Transport`."""
-        return self._grants.finish(grant)
+        self._grants.finish(grant)
+        self._refuse_rest(grant)  # a writer that has reported its last write may begin another one
+        return True
 
     def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
         if self._grants.close(grant):
-            for inbound in list(self._inbound.values()):
-                inbound.refuse_grant(grant)
+            self._refuse_rest(grant)
+
+    def _refuse_rest(self, grant: TicketId) -> None:
+        for inbound in list(self._inbound.values()):
+            inbound.refuse_grant(grant)
 
     def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> FileRemote:
         parse_endpoint("network", descriptor.endpoint)

@@ -184,7 +184,8 @@ class LocalTransport(BaseTransport[LocalRemote]):
 
     def finish_grant(self, grant: TicketId) -> bool:
         """See `Transport`."""
-        return self._grants.finish(grant)
+        self._grants.finish(grant)
+        return True
 
     def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""

@@ -45,7 +45,7 @@ def _make_transport(options: MooncakeOptions, context: TransportContext) -> Tran
     open_session = partial(
         MooncakeSession,
         options.advertise_host or context.bind_host,
-        find_interface(context.bind_host),
+        find_interface(context.bind_host, options.advertise_host),
         protocol=options.protocol,
         devices=",".join(options.devices),
     )

@@ -41,7 +41,8 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Mooncake does not authenticate peers: a host that reaches its ports can read and write the
     regions' pages. They are confined to the network interface that has the bind address (with
-    loopback, to this host); use it where everybody who reaches that is trusted.
+    loopback, to this host), or `advertise_host` where that is none; use it where everybody who
+    reaches that is trusted.
 
     `protocol`: what Mooncake moves bytes by; `rdma` stripes over all devices it finds, or
     over `devices` only.
@@ -128,16 +129,19 @@ decode_report = _reports.decode
 
 
 def receive(sock: socket.socket, decode: Callable[[bytes], M]) -> tuple[M, int | None]:
-    """One packet, and the descriptor that came along.
+    """In the child: one packet, and the descriptor that came along.
 
     Raises:
         TransferError: the other side is gone.
-        BlockingIOError: there is none yet, and the socket does not wait.
     """
     body, fds, _, _ = socket.recv_fds(sock, MAX_PACKET_BYTES, 1)
+    return decode(_require(body)), fds[0] if fds else None
+
+
+def _require(body: bytes) -> bytes:
     if not body:
         raise TransferError("Mooncake's process, or the one that started it, has ended")
-    return decode(body), fds[0] if fds else None
+    return body
 
 
 MAX_ADDRESS: Final = 1 << 57
@@ -198,14 +202,12 @@ class MooncakeSession:
         """See `OneSidedSession`."""
         self._register(region)
         self._socket.settimeout(START_TIMEOUT_S)
-        while True:
-            match self._receive():
-                case Started():
-                    continue
-                case Registered(port, base):
-                    return encode(MooncakeMetadata(port, base))
-                case report:
-                    self._handle_report(report)
+        for _ in range(2):  # `Started` comes first
+            report = self._receive()
+            if isinstance(report, Registered):
+                return encode(MooncakeMetadata(report.port, report.base))
+            self._handle_report(report)
+        raise TransferError("Mooncake's process has registered no region")
 
     def load_metadata(self, metadata: bytes, descriptor: RegionDescriptor) -> None:
         """See `OneSidedSession`."""
@@ -287,8 +289,15 @@ class MooncakeSession:
             raise TransferError(f"Mooncake's process has ended: {exc}") from exc
 
     def _receive(self) -> Report:
+        """The process's next report: untrusted, since peers reach the process.
+
+        Raises:
+            BlockingIOError: there is none yet, and the socket does not wait.
+            TransferError: the process has ended, or reports something else.
+        """
         try:
-            return receive(self._socket, decode_report)[0]
+            body = self._socket.recv(MAX_PACKET_BYTES)  # a descriptor beside it is dropped
+            return decode_report(_require(body))
         except BlockingIOError:
             raise
         except (OSError, *UNDECODABLE) as exc:
@@ -297,7 +306,10 @@ class MooncakeSession:
     def _handle_report(self, report: Report) -> None:
         match report:
             case TransferDone(command):
-                self._handles.pop(command).unfinished.discard(command)
+                handle = self._handles.pop(command, None)
+                if handle is None:
+                    raise TransferError("Mooncake's process ended a transfer that was not begun")
+                handle.unfinished.discard(command)
             case Failed(reason):
                 raise TransferError(f"Mooncake: {reason}")
             case Started() | Registered():

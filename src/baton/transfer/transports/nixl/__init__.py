@@ -58,7 +58,7 @@ def _choose_library(options: NixlOptions, bind_host: str) -> Library[NixlHandle]
         # UCX has no error handling for shared memory, and needs none: a peer's end is ours to see.
         parameters = {"engine_config": "TLS=sm", "ucx_error_handling_mode": "none"}
         return Library(partial(NixlSession, parameters, peer_process_writes=True), reach="host")
-    device = options.device or find_interface(bind_host)
+    device = options.device or find_interface(bind_host, options.advertise_host)
     parameters = {
         "engine_config": f"TLS=^sm,NET_DEVICES={device}",
         "ucx_error_handling_mode": "peer",

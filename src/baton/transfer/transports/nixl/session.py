@@ -42,7 +42,8 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     RDMA and TCP. UCX does not authenticate peers: a host that reaches its ports can write this
     process' memory, so `network` belongs on a network where all hosts are trusted.
     `device`: UCX's name of the network device to use (`mlx5_0:1`, `eth0`), for `network`; None
-    means the interface that has the bind address. For several set `UCX_NET_DEVICES`, which wins.
+    means the interface that has the bind address, or `advertise_host` where that is none. For
+    several set `UCX_NET_DEVICES`, which wins.
     `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
     """

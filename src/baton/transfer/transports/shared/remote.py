@@ -9,7 +9,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING, Final, assert_never
 
-from baton.errors import PeerLostError, ProtocolError, TransferError
+from baton.errors import BatonError, PeerLostError, ProtocolError, TransferError
 from baton.kv.copies import PageCopies, apply_copies_in_parts, apply_layer_copies
 from baton.net.connection import Connection, InboundPoller
 from baton.net.framing import encode
@@ -337,17 +337,27 @@ class SharedRemote(PeerWritesRemote):
         if received is None or self._connection is None:
             return
         body, fd = received
+        try:
+            attached = self._decode_attached(body)
+        except BatonError:
+            if fd is not None:
+                os.close(fd)
+            raise
+        self._pages = map_attached(attached, fd, self._device)
+        self._connection.set_handlers(self._read, self.lose)
+        self._set_attached()
+
+    def _decode_attached(self, body: bytes) -> Attached:
+        """The peer's first message.
+
+        Raises:
+            PeerUnreachableError: it refused to attach.
+            ProtocolError: it is something else, or about another region.
+        """
         match decode_first_from_receiver(body):
             case Attached(arrays) as attached:
-                try:
-                    self._check_arrays(arrays)
-                except ProtocolError:
-                    if fd is not None:
-                        os.close(fd)
-                    raise
-                self._pages = map_attached(attached, fd, self._device)
-                self._connection.set_handlers(self._read, self.lose)
-                self._set_attached()
+                self._check_arrays(arrays)
+                return attached
             case NotAttached(reason):
                 raise refused_to_attach(reason)
             case unknown:

@@ -369,13 +369,14 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
 
     def finish_grant(self, grant: TicketId) -> bool:
         """See `Transport`."""
-        return self._grants.finish(grant)
+        self._grants.finish(grant)
+        self._refuse_rest(grant)  # a writer that has reported its last write may begin another one
+        return True
 
     def close_grant(self, grant: TicketId) -> None:
         """See `Transport`."""
         if self._grants.close(grant):
-            for inbound in self._inbound.values():
-                inbound.refuse_grant(grant)
+            self._refuse_rest(grant)
 
     def admit_reads(self, grant: ReadGrant, arrays: range, pages: NDArray[np.int64]) -> None:
         """See `ScopesReads`."""
@@ -396,6 +397,10 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
     def take_segments(self) -> dict[Epoch, SegmentCounts] | None:
         """See `CountsSegments`."""
         return self._meter.take()
+
+    def _refuse_rest(self, grant: TicketId) -> None:
+        for inbound in self._inbound.values():
+            inbound.refuse_grant(grant)
 
     def _make_remote(self, id_: RemoteId, descriptor: RegionDescriptor) -> TcpRemote:
         self._parse_endpoint(descriptor.endpoint)
