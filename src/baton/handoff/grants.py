@@ -138,10 +138,12 @@ class EarlyGrants:
     """Grants for requests that have not come yet, each by its ticket and the peer's incarnation.
 
     Where there are too many, the peer with the most loses its oldest: what one peer sends does not
-    take the places of others.
+    take the places of others. `on_forgotten` is called with each for which no request will come,
+    unless its peer has left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_forgotten: Callable[[Granted], None]) -> None:
+        self._on_forgotten = on_forgotten
         self._grants: dict[Incarnation, OrderedDict[TicketId, Granted]] = {}
         self._num_blocks = 0
 
@@ -174,19 +176,26 @@ class EarlyGrants:
         """Drop the grant of a ticket, if it is this peer's."""
         incarnation = incarnation_of_peer(peer)
         if incarnation is not None:
-            self._drop(incarnation, ticket)
+            self._forget(incarnation, ticket)
 
     def forget_peer(self, peer: Peer) -> None:
         """Drop what a peer granted that is gone."""
-        self._drop_where(lambda granted: granted.peer is peer)
+        for incarnation, ticket in self._find_where(lambda granted: granted.peer is peer):
+            self._drop(incarnation, ticket)
 
     def forget_expired(self, now: Instant) -> None:
         """Drop grants for requests that never came."""
-        self._drop_where(lambda granted: now > granted.forget_at)
+        for incarnation, ticket in self._find_where(lambda granted: now > granted.forget_at):
+            self._forget(incarnation, ticket)
 
     def _drop_oldest_of_most(self, count: Callable[[Mapping[TicketId, Granted]], int]) -> None:
         incarnation, of_peer = max(self._grants.items(), key=lambda item: count(item[1]))
-        self._drop(incarnation, next(iter(of_peer)))
+        self._forget(incarnation, next(iter(of_peer)))
+
+    def _forget(self, incarnation: Incarnation, ticket: TicketId) -> None:
+        granted = self._drop(incarnation, ticket)
+        if granted is not None:
+            self._on_forgotten(granted)
 
     def _drop(self, incarnation: Incarnation, ticket: TicketId) -> Granted | None:
         of_peer = self._grants.get(incarnation)
@@ -199,11 +208,13 @@ class EarlyGrants:
             del self._grants[incarnation]
         return granted
 
-    def _drop_where(self, is_over: Callable[[Granted], bool]) -> None:
-        for incarnation, of_peer in tuple(self._grants.items()):
-            for ticket, granted in tuple(of_peer.items()):
-                if is_over(granted):
-                    self._drop(incarnation, ticket)
+    def _find_where(self, is_over: Callable[[Granted], bool]) -> list[tuple[Incarnation, TicketId]]:
+        return [
+            (incarnation, ticket)
+            for incarnation, of_peer in self._grants.items()
+            for ticket, granted in of_peer.items()
+            if is_over(granted)
+        ]
 
 
 def _count_blocks(grants: Mapping[TicketId, Granted]) -> int:

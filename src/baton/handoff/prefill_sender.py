@@ -101,7 +101,7 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._context, self._exporter, self._encodings = context, exporter, encodings
         self._read_scopes = find_read_scopes(context.transports)
         self._outgoing: dict[TicketId, OutgoingHandoff] = {}
-        self._early = EarlyGrants()
+        self._early = EarlyGrants(self._admit_unused)
         self._copies: deque[_PendingGather] = deque()
         self._awaited_stamps = AwaitedStamps(context.clock)
         self._is_gathered = any(view.is_gathered for view in context.views)
@@ -365,11 +365,12 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             self._take_grant(outgoing, granted)
             return
         tombstone = self._tombstones.take(granted.ticket.id, granted.ticket.decode)
-        if tombstone is not None:
-            self._context.peers.send(peer, Failed(granted.ticket.id, tombstone.reason))
-            return
-        if granted.ticket.mode == "pull":  # it was held before decode was asked
-            self._context.peers.send(peer, Failed(granted.ticket.id, "it is held no more"))
+        reason = None if tombstone is None else tombstone.reason
+        if reason is None and granted.ticket.mode == "pull":  # it was held before decode was asked
+            reason = "it is held no more"
+        if reason is not None:
+            self._admit_unused(granted)
+            self._context.peers.send(peer, Failed(granted.ticket.id, reason))
             return
         self._early.add(granted)
 
@@ -386,7 +387,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         outgoing.take_grant(granted)
         outgoing.session.renew(self._context.clock.now())
         self._perform(outgoing, outgoing.session.granted(granted.grant))
-        self._admit_writes(outgoing, granted)
+        if outgoing.session.is_written and not outgoing.session.over:
+            self._admit(granted)
         if outgoing.session.is_exported and not outgoing.session.over:
             reason = self._exporter.reserve(granted)
             if reason is not None:
@@ -402,19 +404,23 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return False
         outgoing.refused = granted
         outgoing.session.renew(self._context.clock.now())
-        grant, peer_transports = granted.grant, self._context.peer_transports
-        if grant.op == "WRITE":  # the peer closes it, and may ask whether this side is done
-            pages = granted.target.blocks
-            peer_transports.admit_writes(granted.peer, granted.ticket.id, pages, grant.encoding)
+        self._admit_unused(granted)
         self._context.peers.send(granted.peer, refusal)
         return True
 
-    def _admit_writes(self, outgoing: OutgoingHandoff, granted: Granted) -> None:
-        if outgoing.session.is_written and not outgoing.session.over:
-            peer_transports, pages = self._context.peer_transports, granted.target.blocks
-            peer_transports.admit_writes(
-                granted.peer, granted.ticket.id, pages, granted.grant.encoding
-            )
+    def _admit(self, granted: Granted) -> None:
+        """The peer closes a write grant, used or not, and may ask whether this side is done.
+
+        A close of one that no transport knows is kept, and of these a connection keeps few.
+        """
+        ticket, pages = granted.ticket.id, granted.target.blocks
+        self._context.peer_transports.admit_writes(
+            granted.peer, ticket, pages, granted.grant.encoding
+        )
+
+    def _admit_unused(self, granted: Granted) -> None:
+        if granted.grant.op == "WRITE":
+            self._admit(granted)
 
     def _try_begin(self, outgoing: OutgoingHandoff) -> None:
         """Begin to send, if the peer can be reached and the KV has pages to lie in."""
@@ -511,7 +517,8 @@ class PrefillSender:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         outgoing.take_grant(granted)
         self._context.peer_transports.attach_all(peer)
         self._perform(outgoing, outgoing.session.fall_back_to_write(message))
-        self._admit_writes(outgoing, granted)
+        if outgoing.session.is_written and not outgoing.session.over:
+            self._admit(granted)
         self._try_begin(outgoing)
 
     def _find_granted(self, peer: Peer, ticket: TicketId) -> OutgoingHandoff | None:

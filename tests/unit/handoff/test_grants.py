@@ -21,9 +21,11 @@ from baton.handoff.grants import (
     check_ticket,
     is_confirmed,
 )
-from baton.handoff.messages import Grant
+from baton.handoff.messages import Failed, Grant
+from baton.handoff.prefill_sender import PrefillSender
 from baton.ids import Epoch, TicketId, WorkerId
 from baton.kv.copies import BlockTable
+from baton.testing.clocks import ManualClock
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket
 
 DECODE = WorkerRef(WorkerId("d"), Epoch("ed"), "127.0.0.1:2")
@@ -41,9 +43,50 @@ def granted_by(peer: object, decode: WorkerRef = DECODE, ticket_id: TicketId | N
     return Granted(peer, ticket, grant, NO_BLOCKS, Instant(60.0))
 
 
+def forget(granted: Granted) -> None:
+    """Nobody asks."""
+
+
+def test_what_is_forgotten_is_reported_so_that_transports_expect_its_close():
+    """But what a request took, and what a peer granted that is gone: its connections end."""
+    forgotten: list[Granted] = []
+    early, peer, gone = EarlyGrants(forgotten.append), SimpleNamespace(hello=DECODE), object()
+    refused, expired, taken = (granted_by(peer) for _ in range(3))
+    for granted in (refused, expired, taken, expired):
+        early.add(granted)
+    early.add(granted_by(gone, OTHER))
+    assert early.take(taken.ticket) is taken
+    early.forget_peer(gone)
+    assert forgotten == []
+    early.forget(refused.ticket.id, peer)
+    early.forget(refused.ticket.id, peer)
+    early.forget_expired(Instant(61.0))
+    assert forgotten == [refused, expired]
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_a_grant_that_is_refused_is_known_to_the_transports(op, monkeypatch):
+    """Else its close would be kept as long as the connection, which ends with too many."""
+    admitted, sent, peer = [], [], SimpleNamespace(hello=DECODE)
+    context = SimpleNamespace(
+        transports=(), views=(), clock=ManualClock(),
+        peers=SimpleNamespace(send=lambda _, message: sent.append(message)),
+        peer_transports=SimpleNamespace(admit_writes=lambda *grant: admitted.append(grant[:2])),
+    )  # fmt: skip
+    sender = PrefillSender(context, None, None)
+    granted = granted_by(peer)
+    granted = msgspec.structs.replace(granted, grant=msgspec.structs.replace(granted.grant, op=op))
+    monkeypatch.setattr("baton.handoff.prefill_sender.check_grant", lambda *_: granted)
+    ticket = granted.ticket.id
+    sender.handle_message(peer, Failed(ticket, "the client left"))
+    sender.handle_message(peer, granted.grant)
+    assert sent == [Failed(ticket, "the client left")]
+    assert admitted == ([(peer, ticket)] if op == "WRITE" else [])
+
+
 def test_the_oldest_of_too_many_are_forgotten():
     """A peer that grants and grants costs no more memory than this (sglang#39428)."""
-    early, peer = EarlyGrants(), object()
+    early, peer = EarlyGrants(forget), object()
     grants = [granted_by(peer) for _ in range(MAX_EARLY_GRANTS + 10)]
     for granted in grants:
         early.add(granted)
@@ -52,7 +95,7 @@ def test_the_oldest_of_too_many_are_forgotten():
 
 
 def test_they_end_with_their_peer_and_with_their_ticket():
-    early, gone, here = EarlyGrants(), object(), object()
+    early, gone, here = EarlyGrants(forget), object(), object()
     of_gone, of_here = granted_by(gone), granted_by(here)
     early.add(of_gone)
     early.add(of_here)
@@ -63,7 +106,7 @@ def test_they_end_with_their_peer_and_with_their_ticket():
 
 
 def test_a_peer_that_grants_much_takes_no_place_of_another():
-    early, honest, greedy = EarlyGrants(), object(), object()
+    early, honest, greedy = EarlyGrants(forget), object(), object()
     first = granted_by(honest)
     early.add(first)
     for _ in range(MAX_EARLY_GRANTS + 10):
@@ -73,7 +116,7 @@ def test_a_peer_that_grants_much_takes_no_place_of_another():
 
 
 def test_few_grants_of_many_pages_are_bounded_too():
-    early, honest, greedy = EarlyGrants(), object(), object()
+    early, honest, greedy = EarlyGrants(forget), object(), object()
     first, blocks = granted_by(honest), BlockTable(0, np.empty(MAX_EARLY_BLOCKS // 4, np.int64))
     early.add(first)
     large = [msgspec.structs.replace(granted_by(greedy, OTHER), target=blocks) for _ in range(10)]
@@ -90,7 +133,7 @@ def test_few_grants_of_many_pages_are_bounded_too():
 
 @pytest.mark.parametrize("other", [OTHER, THIEF])
 def test_a_peer_replaces_no_grant_of_another_by_its_id(other: WorkerRef):
-    early = EarlyGrants()
+    early = EarlyGrants(forget)
     honest = granted_by(object())
     early.add(honest)
     early.add(granted_by(object(), other, honest.ticket.id))

@@ -49,7 +49,7 @@ def renew(
     early: EarlyGrants | None = None,
     outgoing: dict[TicketId, OutgoingHandoff] | None = None,
 ) -> None:
-    peer, early = peer_of(by), EarlyGrants() if early is None else early
+    peer, early = peer_of(by), EarlyGrants(lambda _: None) if early is None else early
     answer_renewal(context, peer, message, outgoing=outgoing or {}, dead=dead, early=early)  # type: ignore[arg-type]
 
 
@@ -73,7 +73,7 @@ def test_what_was_granted_before_its_prompt_came_counts_as_held(
     by: WorkerRef, is_held: bool
 ) -> None:
     """Its lease begins later: else a read of what waited long in prefill's queue is thrown away."""
-    context, early, ticket = Told(), EarlyGrants(), new_ticket_id()
+    context, early, ticket = Told(), EarlyGrants(lambda _: None), new_ticket_id()
     named = SimpleNamespace(id=ticket, decode=DECODE)
     target = SimpleNamespace(blocks=())
     granted = SimpleNamespace(ticket=named, peer=peer_of(DECODE), target=target)
