@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.auth.session import TAG_BYTES, Session
-from baton.errors import PeerLostError
+from baton.errors import PeerLostError, ProtocolError
 from baton.net.framing import PREFIX_BYTES, FrameDecoder
 from baton.net.tls import TlsSocket, WaitsForPeerError
 
@@ -197,7 +197,7 @@ class Channel:
 
         Raises:
             PeerLostError: the connection is broken or at its end.
-            ProtocolError: the frame is too large.
+            ProtocolError: the frame is too large, or has several descriptors.
         """
         while (num_missing := self._decoder.num_missing_bytes) > 0:
             try:
@@ -207,6 +207,8 @@ class Channel:
             except OSError as exc:
                 raise PeerLostError(f"the connection broke: {exc}") from exc
             self._received_fds += fds
+            if len(self._received_fds) > 1:  # each read may bring one: a peer could take them all
+                raise ProtocolError("a frame with several descriptors")
             if not data:
                 raise PeerLostError("the peer closed the connection")
             self._decoder.feed(data)
