@@ -129,12 +129,13 @@ def look_at(tiers: Sequence[CountedTier]) -> list[TierStats]:
 
 def print_stats(found: Sequence[TierStats]) -> None:
     """For people."""
-    sizes_and_ages = "used, MiB", "of MiB", "pinned, MiB", "newest, s", "oldest, s"
-    table = Table("tier", "entries", *sizes_and_ages, "large entries")
+    sizes_and_ages = "used, MiB", "of", "pinned", "newest, s", "oldest, s"
+    table = Table("tier", "entries", *sizes_and_ages, "large entries", padding=0)
     for each in found:
         sizes = (
-            f"{num_bytes / MIB:,.1f}"
-            for num_bytes in (each.used_bytes, each.capacity_bytes, each.pinned_bytes)
+            f"{each.used_bytes / MIB:,.1f}",
+            f"{each.capacity_bytes / MIB:,.0f}",
+            f"{each.pinned_bytes / MIB:,.1f}",
         )
         ages = ("" if age is None else f"{age:,.0f}" for age in (each.newest_s, each.oldest_s))
         large = {None: each.copied_by or "", True: "direct", False: "cached"}[each.direct_io]
