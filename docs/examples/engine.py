@@ -16,6 +16,7 @@ from baton.engines.interface import (
     RequestFailed,
 )
 from baton.errors import EngineError
+from baton.events.journal import CacheJournal
 from baton.handoff.interface import SampledToken
 from baton.kv.layout import KVLayout
 from baton.registry import Plugin
@@ -46,6 +47,7 @@ class EchoEngine:
         )
         self.region = context.allocate([(1, layout.page_bytes(layer)) for layer in range(1)])
         self.peer_mappings = None
+        self.journal = CacheJournal()  # it caches no prefix
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._cancelled: set = set()
         self._thread = threading.Thread(target=self._run, name="echo-engine", daemon=True)

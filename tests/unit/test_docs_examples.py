@@ -10,7 +10,7 @@ import pytest
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.auth.ticket import WorkerRef
-from baton.engines.interface import ENGINES, EngineContext
+from baton.engines.interface import ENGINES, Engine, EngineContext
 from baton.ids import Epoch, WorkerId
 from baton.models import DEMO_MODEL_PATH
 from baton.protocol.worker_http import Role, WorkerLoad
@@ -77,6 +77,11 @@ class TestTier(StoreContract):
         return TIERS.build("dict", options)(TierContext("example", bytes(32), ManualClock()))
 
 
+def missing_members(engine):
+    named = [*Engine.__annotations__, *(n for n in vars(Engine) if not n.startswith("_"))]
+    return [each for each in named if not hasattr(engine, each)]
+
+
 def test_the_engine_answers_through_a_worker():
     async def ask():
         context = EngineContext(DEMO_MODEL_PATH, ManualClock(), allocate_host_region)
@@ -91,6 +96,7 @@ def test_the_engine_answers_through_a_worker():
         worker = build_worker(options, engine, None, ManualClock())
         await worker.start()
         reply = await complete(worker, prompt="It was a dark evening", max_tokens=4)
+        assert not missing_members(engine), "a real worker asks for all of them"
         await worker.stop(1.0)
         release_region(engine.region)
         return reply
