@@ -12,10 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 
 from baton.testing.network_namespaces import FarHost, NoNamespaceError, far_host
+from tests.examples import register_profile
 from tests.scheduling import GroupScheduling, ServersOfGroups, rank_of
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ pytest.register_assert_rewrite(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-chaos", action="store_true", help="what is marked `every`, too")
     parser.addoption(
-        "--all-chaos", action="store_true", help="all of tests/chaos, not only what stands for it"
-    )
-    parser.addoption(
-        "--explore", action="store_true", help="property tests draw other examples in each run"
+        "--explore",
+        action="store_true",
+        help="property tests draw more examples, others in each run",
     )
 
 
@@ -88,11 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A shell's background job ignores it, and so would each process that a test interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A busy machine is slow, and how fast code is, is measured in benchmarks/.
-    # Each change is judged by the same examples; who looks for new ones asks for that.
-    explores = config.getoption("--explore")
-    hypothesis.settings.register_profile("baton", deadline=None, derandomize=not explores)
-    hypothesis.settings.load_profile("baton")
+    register_profile(explores=config.getoption("--explore"))
     config.addinivalue_line("markers", "every: runs with --all-chaos only (make chaos)")
     config.addinivalue_line(
         "markers", "vllm: starts real vLLM servers, some 15 s each; deselect with -m 'not vllm'"

@@ -124,6 +124,8 @@ def explore(gateway_url: str, directory: Path, *changes: str, model: dict[str, A
         schemas[request]["properties"].update(model)
     schemas["ChatMessage"]["required"] = ["role", "content"]
     schemas["ChatMessage"]["properties"]["content"] = {"type": "string"}
+    # Templates refuse others: none would reach a worker.
+    schemas["ChatMessage"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
     for described in document["paths"].values():  # it takes headers that are not listed for wrong
         described.get("post", {}).pop("parameters", None)
     file = directory / "openapi.json"

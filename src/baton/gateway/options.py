@@ -75,10 +75,11 @@ class WorkerAddress:
 def _find_origin(text: str) -> URL | None:
     try:
         parts, origin = urlsplit(text), URL(text).origin()
+        has_host = bool(origin.host)  # decodes it
     except ValueError:
         return None
     is_whole = parts.path in {"", "/"} and not (parts.query or parts.fragment)
-    return origin if is_whole and origin.scheme in {"http", "https"} and origin.host else None
+    return origin if is_whole and origin.scheme in {"http", "https"} and has_host else None
 
 
 def check_processes(num_processes: int, management_port: int | None) -> None:

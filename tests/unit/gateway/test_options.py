@@ -51,6 +51,7 @@ def test_a_worker_is_listed_once():
         "http://h:1#x",
         "http://h:99999",
         "http://[h",
+        "http://xn--a:1",
         "",
     ],
 )

@@ -76,10 +76,13 @@ def test_a_signature_for_another_purpose_is_refused() -> None:
 def test_only_a_worker_of_that_name_announces_itself_so(tmp_path: Path) -> None:
     identities = Identities(tmp_path)
     gateway = identities.of("gateway", "g")
-    own = seal_announcement(make(), identities.of("worker", "w"))
+    worker = identities.of("worker", "w")
+    own = seal_announcement(make(), worker)
     assert read_announcement(own, gateway).worker == "w"
     others = seal_announcement(make(), identities.of("worker", "x"))
     assert refused(others, gateway) == RefusalReason.NAME
+    rank = seal_announcement(make(worker=WorkerId("w/0")), worker)
+    assert refused(rank, gateway) == RefusalReason.NAME
     gateways = seal_announcement(make(), gateway)
     assert refused(gateways, gateway) == RefusalReason.SIGNATURE
 

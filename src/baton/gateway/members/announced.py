@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.auth.certificates import IdentityRole
 from baton.clock import Clock, Instant
-from baton.errors import ProtocolError
+from baton.errors import ConfigError, ProtocolError
 from baton.gateway.members.heartbeat_table import HeartbeatTable, Renewal
 from baton.gateway.members.lease_table import Lease, LeaseTable, Outcome, Verdict
 from baton.gateway.options import WorkerAddress
@@ -230,6 +230,12 @@ class AnnouncedWorkers:
 
     def _read(self, sealed: bytes, sender: bytes | None) -> Announcement:
         announcement = read_announcement(sealed, self._credentials, sender)
+        try:
+            WorkerAddress(announcement.url, announcement.role)
+        except (ConfigError, ValueError) as exc:  # one such lease would end `watch`
+            raise AnnouncementError(
+                RefusalReason.ADDRESS, f"{announcement.worker} announces no usable address: {exc}"
+            ) from exc
         if not (self._takes_plain or announcement.url.startswith("https:")):
             raise AnnouncementError(
                 RefusalReason.ADDRESS,
@@ -250,7 +256,8 @@ class AnnouncedWorkers:
     def _note_accepted(self, announcement: Announcement, before: Announcement | None) -> None:
         if announcement.is_farewell:
             log.info("%s has ended (epoch %s)", announcement.worker, announcement.epoch)
-            self._metrics.left("farewell")
+            if before is not None:  # else its lease had ended already
+                self._metrics.left("farewell")
             self.heartbeats.forget(announcement.worker)
         elif before is None:
             log.info(

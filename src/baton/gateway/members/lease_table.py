@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.clock import Instant
+from baton.gateway.options import WorkerAddress
 from baton.protocol.announcements import (
     MAX_LEASE_S,
     MAX_NAMES,
@@ -31,6 +32,8 @@ from baton.protocol.announcements import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from yarl import URL
+
     from baton.ids import Epoch, WorkerId
     from baton.protocol.announcements import Announcement
 
@@ -41,6 +44,8 @@ OVERDUE_SHARE: Final = 1.25
 LOOK_S: Final = 0.5
 SETTLE_S: Final = 0.5
 """A renewal so young is on its way to the other gateways still: it is not relayed."""
+MAX_STALE_ENTRIES: Final = 1024
+"""Of the heap of due times, besides one for each lease and as many again."""
 MIN_INTERVAL_S: Final = 0.05
 """Between two announcements of one epoch that it sends itself: others are refused."""
 
@@ -69,12 +74,16 @@ class Verdict:
 
 
 class Lease:
-    """One name, held by one epoch. `granted_at`: when a gateway first had its last announcement."""
+    """One name, held by one epoch. `granted_at`: when a gateway first had its last announcement.
 
-    __slots__ = ("_known", "announcement", "due_at", "granted_at", "sealed")
+    `origin` is the address: two URLs of one origin are the same address.
+    """
+
+    __slots__ = ("_known", "announcement", "due_at", "granted_at", "origin", "sealed")
 
     def __init__(self, announcement: Announcement, sealed: bytes, granted_at: Instant) -> None:
         self.announcement, self.sealed, self.granted_at = announcement, sealed, granted_at
+        self.origin = _origin_of(announcement)
         names = key_of(announcement.worker), key_of(announcement.epoch)
         self._known = Known(*names, announcement.sequence)
         self.due_at = self.overdue_at
@@ -98,6 +107,8 @@ class Lease:
 
     def renew(self, announcement: Announcement, sealed: bytes, granted_at: Instant) -> None:
         """A later announcement of the same epoch: the lease never gets shorter by its way here."""
+        if announcement.url != self.announcement.url:
+            self.origin = _origin_of(announcement)
         self.announcement, self.sealed = announcement, sealed
         self.granted_at = max(self.granted_at, granted_at)
         self._known = Known(self._known.worker, self._known.epoch, announcement.sequence)
@@ -136,7 +147,7 @@ class LeaseTable:
     def __init__(self, max_names: int = MAX_NAMES) -> None:
         self._max_names = max_names
         self._leases: dict[WorkerId, Lease] = {}
-        self._by_url: dict[str, WorkerId] = {}
+        self._by_origin: dict[URL, WorkerId] = {}
         self._by_key: dict[bytes, WorkerId] = {}
         self._past: OrderedDict[WorkerId, _Past] = OrderedDict()
         self._due: list[_Due] = []
@@ -155,7 +166,10 @@ class LeaseTable:
     def offer(
         self, announcement: Announcement, sealed: bytes, now: Instant, age_s: float = 0.0
     ) -> Verdict:
-        """Take a verified announcement, which a gateway received `age_s` seconds ago."""
+        """Take a verified announcement, which a gateway received `age_s` seconds ago.
+
+        Its URL is a `WorkerAddress`.
+        """
         granted_at = Instant(now - age_s)
         if not announcement.is_farewell and age_s >= announcement.lease_s:
             return Verdict(Outcome.LAPSED)
@@ -271,13 +285,13 @@ class LeaseTable:
             if past is not None and past.last == announcement.epoch:
                 past.note(announcement, has_ended=True)
             return Verdict(Outcome.ACCEPTED)
-        holder = self._by_url.get(announcement.url)
+        holder = self._by_origin.get(_origin_of(announcement))
         if holder is not None:
             return Verdict(Outcome.ADDRESS_HELD, self._leases[holder])
         if len(self._leases) >= self._max_names:
             return Verdict(Outcome.FULL)
         lease = self._leases[worker] = Lease(announcement, sealed, granted_at)
-        self._by_url[announcement.url] = worker
+        self._by_origin[lease.origin] = worker
         self._by_key[lease.known.worker] = worker
         self._schedule(lease, lease.overdue_at)
         return Verdict(Outcome.ACCEPTED)
@@ -295,10 +309,11 @@ class LeaseTable:
             self._remember(announcement, has_ended=True)
             return Verdict(Outcome.ACCEPTED)
         if announcement.url != before.url:
-            if announcement.url in self._by_url:
-                return Verdict(Outcome.ADDRESS_HELD, self._leases[self._by_url[announcement.url]])
-            del self._by_url[before.url]
-            self._by_url[announcement.url] = announcement.worker
+            holder = self._by_origin.get(origin := _origin_of(announcement), announcement.worker)
+            if holder != announcement.worker:
+                return Verdict(Outcome.ADDRESS_HELD, self._leases[holder])
+            del self._by_origin[lease.origin]
+            self._by_origin[origin] = announcement.worker
         lease.renew(announcement, sealed, granted_at)
         if lease.overdue_at < lease.due_at:  # its lease is shorter now
             self._schedule(lease, lease.overdue_at)
@@ -307,11 +322,15 @@ class LeaseTable:
     def _schedule(self, lease: Lease, due_at: Instant) -> None:
         lease.due_at = due_at
         heapq.heappush(self._due, _Due(lease.due_at, lease.announcement.worker))
+        if len(self._due) > 2 * len(self._leases) + MAX_STALE_ENTRIES:
+            # Of leases that were freed, as of a worker that announces and ends all the time.
+            self._due = [_Due(each.due_at, name) for name, each in self._leases.items()]
+            heapq.heapify(self._due)
 
     def _free(self, lease: Lease) -> None:
         announcement = lease.announcement
         del self._leases[announcement.worker]
-        self._by_url.pop(announcement.url, None)
+        self._by_origin.pop(lease.origin, None)
         self._by_key.pop(lease.known.worker, None)
         self._remember(announcement, has_ended=False)
 
@@ -321,6 +340,10 @@ class LeaseTable:
         self._past.move_to_end(announcement.worker)
         while len(self._past) > 2 * self._max_names:
             self._past.popitem(last=False)
+
+
+def _origin_of(announcement: Announcement) -> URL:
+    return WorkerAddress(announcement.url, announcement.role).origin
 
 
 def _is_newer(one: Known, other: Known | None) -> bool:

@@ -52,7 +52,8 @@ class Processing:
     def __init__(self, services: Services, bodies: BodyBudget, limit: BodyLimit) -> None:
         self._services, self._limit = services, limit
         self._held = ExitStack()
-        self._body = self._held.enter_context(bodies.hold())
+        self._received = self._held.enter_context(ExitStack())
+        self._body = self._received.enter_context(bodies.hold())
         self._request: PickedRequest | None = None
         self._parts: list[bytes] = []
         self._removed: list[str] = []
@@ -121,6 +122,8 @@ class Processing:
 
     async def _take(self, body: ext_proc.HttpBody) -> Iterable[ext_proc.ProcessingResponse]:
         """A part of the body; the request is placed at its end."""
+        if self._is_placed:
+            raise BatonError("a part of a body came after its end")
         self._body.take(len(body.body))
         self._parts.append(body.body)
         if self._limit.is_passed(self._body.num_bytes):
@@ -143,6 +146,7 @@ class Processing:
         data = b"".join(self._parts)
         self._parts.clear()
         address, data = await self._request.place(data, self._subset)
+        self._received.close()  # Envoy has the body from here on, however long the answer takes
         common = ext_proc.CommonResponse(
             header_mutation=self._mutate(address, len(data)), clear_route_cache=True
         )

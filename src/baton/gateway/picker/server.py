@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,6 +20,7 @@ from baton.errors import ConfigError
 from baton.gateway.asgi import BodyBudget, BodyLimit
 from baton.gateway.picker.processing import Processing
 from baton.gateway.process import managing, open_parts
+from baton.net.tls import ServerTls
 from baton.telemetry.process_status import Ready, StatusReporter
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ async def serving_picker(services: Services) -> AsyncGenerator[int]:
     """The gRPC server, for as long as the block runs; its port.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen there, or the files of its certificate cannot be used.
     """
     options = services.options
     server = grpc.aio.server(
@@ -91,10 +93,41 @@ async def serving_picker(services: Services) -> AsyncGenerator[int]:
         await server.stop(options.drain_timeout_s)
 
 
+class ServedCertificate:
+    """The certificate that Envoy is shown; follows its files, as `ServerTls` does. Thread-safe.
+
+    Raises:
+        ConfigError: a file cannot be read, or the key is not the certificate's.
+    """
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._certificate, self._key = certificate, key
+        self._tls, self._lock = ServerTls(certificate, key, MachineClock()), threading.Lock()
+        self._shown = self._tls.listening
+
+    def read(self) -> grpc.ServerCertificateConfiguration:
+        """As the files are now; raises OSError."""
+        pair = self._key.read_bytes(), self._certificate.read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair])
+
+    def find_changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """For a handshake, from a thread of gRPC's; None: the one before stays in use."""
+        with self._lock:
+            if (usable := self._tls.listening) is self._shown:
+                return None
+            try:
+                changed = self.read()
+            except OSError:  # they change again: they are read at the next handshake
+                return None
+            self._shown = usable
+            return changed
+
+
 def _listen(server: grpc.aio.Server, address: str, options: GatewayOptions) -> int:
     if options.tls_certificate and options.tls_key:
-        pair = Path(options.tls_key).read_bytes(), Path(options.tls_certificate).read_bytes()
-        return int(server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+        served = ServedCertificate(Path(options.tls_certificate), Path(options.tls_key))
+        followed = grpc.dynamic_ssl_server_credentials(served.read(), served.find_changed)
+        return int(server.add_secure_port(address, followed))
     if not is_loopback(options.host):
         log.warning(
             "Envoy reaches %s without encryption: give --tls-certificate and --tls-key", address

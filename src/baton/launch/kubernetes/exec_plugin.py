@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 TIMEOUT_S: Final = 60.0
 RENEW_BEFORE_S: Final = 60.0
 MAX_OUTPUT_BYTES: Final = 1 << 20
-ABSENT: Final = FileNotFoundError, PermissionError
 
 
 class Variable(msgspec.Struct, frozen=True):
@@ -109,7 +108,7 @@ class ExecPluginRunner:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
             )
-        except ABSENT as exc:
+        except OSError as exc:
             hint = plugin.install_hint or "install it, or add its folder to PATH"
             raise KubernetesApiError(
                 f"the kubeconfig's exec plugin {plugin.command} cannot be run: {exc.strerror}; "

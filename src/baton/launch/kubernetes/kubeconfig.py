@@ -119,8 +119,8 @@ class KubeconfigAccess:
     async def find_credentials(self) -> ApiCredentials:
         """See `ApiAccess`."""
         user, where = self.user, self.user_directory
-        token = user.token
-        if token is None and user.token_file is not None:
+        token = user.token or None
+        if token is None and user.token_file:
             token = _read(where / user.token_file).decode(errors="replace").strip()
         certificate = _pem(user.client_certificate_data, user.client_certificate, where)
         key = _pem(user.client_key_data, user.client_key, where)
@@ -140,6 +140,9 @@ class KubeconfigAccess:
             cluster.certificate_authority,
             self.cluster_directory,
         )
+        if authority is not None and not authority.strip():
+            # Python would trust the system's authorities.
+            raise KubernetesApiError(f"context {self.context}: its certificate-authority is empty")
         try:
             if authority is None:
                 context = ssl.create_default_context()
@@ -266,13 +269,13 @@ def _read_file(path: Path) -> Kubeconfig:
 
 
 def _pem(data: str | None, file: str | None, directory: Path) -> bytes | None:
-    """From base64, or else a file; None: neither is given."""
-    if data is not None:
+    """From base64, or else a file; None: neither is given, or both are empty."""
+    if data:
         try:
             return base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError) as exc:
             raise KubernetesApiError(f"the kubeconfig has data that is no base64: {exc}") from exc
-    return None if file is None else _read(directory / file)
+    return _read(directory / file) if file else None
 
 
 def _read(path: Path) -> bytes:

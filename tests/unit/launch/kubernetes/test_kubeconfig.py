@@ -68,6 +68,24 @@ def test_client_certificates_and_authorities_from_data_and_from_files(tmp_path):
         credentials(write(tmp_path / "config", other_key, authority))
 
 
+def test_an_empty_value_is_none_as_kubectl_reads_it(tmp_path):
+    certificate, _ = certificate_files(tmp_path, 1)
+    empty = {"token": "", "client-certificate-data": "", "client-key-data": ""}
+    user = plugin(tmp_path, {"token": "made"}) | empty | {"client-certificate": "", "tokenFile": ""}
+    cluster = {"certificate-authority-data": "", "certificate-authority": str(certificate)}
+    found = credentials(write(tmp_path / "config", user, cluster))
+    assert found.token == "made"
+    assert found.tls is not None
+    assert len(found.tls.get_ca_certs()) == 1
+
+
+def test_an_empty_file_of_authorities_does_not_make_it_the_systems(tmp_path):
+    (tmp_path / "ca.crt").write_text("\n")
+    path = write(tmp_path / "config", {"token": "t"}, {"certificate-authority": "ca.crt"})
+    with pytest.raises(KubernetesApiError, match="certificate-authority is empty"):
+        credentials(path)
+
+
 PLUGIN = """#!/bin/sh
 echo run >> "$COUNT"
 case "$KUBERNETES_EXEC_INFO" in *'"interactive":false'*"$WANTED"*) ;; *) exit 7;; esac
@@ -123,6 +141,13 @@ def test_a_plugin_that_fails_is_named(tmp_path, changes, made, said):
     user = plugin(tmp_path, made)
     user["exec"] |= changes
     with pytest.raises(KubernetesApiError, match=said):
+        credentials(write(tmp_path / "config", user))
+
+
+def test_a_plugin_of_another_machine_type_is_named(tmp_path):
+    user = plugin(tmp_path, {})
+    (tmp_path / "plugin.sh").write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(KubernetesApiError, match=r"plugin\.sh cannot be run: Exec format error"):
         credentials(write(tmp_path / "config", user))
 
 
