@@ -106,7 +106,8 @@ bench-control-short: $(DEV)
 # CI runs what stands for the others. Network namespaces need root; without, those tests skip.
 chaos: $(DEV)
 	$(BIN)/python -m pytest -q tests/chaos --all-chaos -m 'not vllm' -o timeout=600 $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -q tests/e2e tests/integration tests/property --all-chaos -m 'every and not vllm' -o timeout=600 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q tests --ignore tests/chaos --all-chaos -m 'every and not vllm' -o timeout=600 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q tests --all-chaos -m 'every and vllm' -o timeout=600 $(PYTEST_ARGS)
 
 chaos-ray: $(DEV) $(RAY)
 	$(BIN)/python benchmarks/bench_ray.py all

@@ -3,10 +3,9 @@
 To import torch, transformers and Baton takes seconds of processor time, and vLLM 12 s in each of
 the three processes of a server; the tests start tens of them. From its command line on, such a
 process is as any other: a session, a log and an exit status of its own, ended by the same signals.
-What differs: vLLM forks its engine and its worker, as it does by default where there are GPUs, and
-compiles nothing with torch.
-tests/integration/test_vllm_worker.py, test_up_demo.py and test_bench_architectures.py start workers
-by their command.
+What differs: vLLM forks its engine and its worker, as it does by default where there are GPUs, but
+where TESTS_START_METHOD=spawn says otherwise; and it compiles nothing with torch.
+tests/integration/test_vllm_worker.py and a test of test_up_demo.py start workers by their command.
 """
 
 from __future__ import annotations
@@ -58,11 +57,22 @@ def start_plain_vllm(
     return PreloadedProcess(VLLM, VLLM_MAIN, arguments, environment, stderr)
 
 
+def wait_until_loaded(loaded: str = TORCH) -> None:
+    """So that the time limit of a test is none of what takes several seconds once."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([loaded])
+    first = context.Process(target=os.getpid)
+    first.start()
+    first.join()
+    first.close()
+
+
 class PreloadedProcess:
     """Runs `main` of a module; see `baton.testing.fleet.Child`.
 
     All of one test process are forked from the same one, which has loaded what the first wanted:
-    `loaded`, a module that imports it.
+    `loaded`, a module that imports it. It has the descriptors `inherited`, and gets their numbers
+    behind its arguments.
     """
 
     def __init__(
@@ -73,13 +83,16 @@ class PreloadedProcess:
         environment: Mapping[str, str],
         stderr: IO[bytes],
         namespace: str | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload([loaded])
         read, write = os.pipe()
         given = (module, list(arguments), dict(environment), str(Path.cwd()), namespace)
         self._process = context.Process(
-            target=_run, args=(*given, Inherited(write), Inherited(stderr.fileno())), daemon=True
+            target=_run,
+            args=(*given, Inherited(write), Inherited(stderr.fileno()), *map(Inherited, inherited)),
+            daemon=True,
         )
         try:
             self._process.start()
@@ -133,6 +146,7 @@ def _run(
     namespace: str | None,
     stdout: int,
     stderr: int,
+    *inherited: int,
 ) -> None:
     os.setsid()
     os.chdir(folder)
@@ -145,7 +159,7 @@ def _run(
     os.environ.update(environment)
     places = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [place for place in places if place and place not in sys.path]
-    sys.argv = [module, *arguments]
+    sys.argv = [module, *arguments, *map(str, inherited)]
     forget_the_tests()
     import_module(module).main()
 

@@ -42,7 +42,9 @@ gc.enable()
 
 for _module in (coordinator, utils, multiproc_executor):
     # For CPUs vLLM sets the method "spawn" by itself, and that would import all of it again.
-    _module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    _module.get_mp_context = lambda: multiprocessing.get_context(
+        os.environ.get("TESTS_START_METHOD", "fork")
+    )
 
 
 def _be_as_new() -> None:

@@ -24,7 +24,7 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
         (
             "tests/unit/engines_vllm/",
             "tests/property/test_vllm_",
-            "tests/integration/test_vllm_rank.py",
+            "tests/integration/test_vllm_rank",
             "tests/e2e_vllm/",
             "tests/chaos/test_vllm_faults.py",
             "tests/integration/test_kv_events.py",

@@ -254,20 +254,26 @@ async def crowds_at_ports(addresses: Addresses) -> None:
 async def garbage_at_ports(addresses: Addresses) -> None:
     """Random bytes, half a handshake, a proof with another key, at every port of the workers."""
     opening = DialerHandshake(Credentials.generate(), "handoff").opening()
-    for first in (
+    firsts = (
         os.urandom(1024),
         b"\xff" * 64,
         opening,
         opening + os.urandom(512),
         b"GET / \r\n",
-    ):
-        for port in addresses.worker_ports:
-            async with connected(addresses.host, port, 8, first) as held:
-                for reader, _ in held:
-                    with contextlib.suppress(ConnectionError):
-                        async with asyncio.timeout(30):
-                            answer = await reader.read()
-                        assert b"HTTP/1.1 2" not in answer
+    )
+
+    async def send(port: int, first: bytes) -> None:
+        async with connected(addresses.host, port, 8, first) as held:
+            for reader, _ in held:
+                with contextlib.suppress(ConnectionError):
+                    async with asyncio.timeout(30):
+                        answer = await reader.read()
+                    assert b"HTTP/1.1 2" not in answer
+
+    # All at once: fewer at each port than have a place, and each waits until it is hung up on.
+    await asyncio.gather(
+        *(send(port, first) for port in addresses.worker_ports for first in firsts)
+    )
 
 
 ATTACKS: Final = tuple(

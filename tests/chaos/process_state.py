@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from baton.testing.fleet import FleetProcess
 
-POLL_S = 0.02
+POLL_S = 0.05
+"""What is polled, metrics for the most part, takes several milliseconds of processor time."""
 TIMEOUT_S = 30.0
 """For what must come, where how soon is not the question: on however busy a machine."""
 LISTEN = "0A"

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 FREE_WITHIN_S = 20.0
 """A hang would last as long as a handoff may, 60 s; how soon it is, is printed."""
-TRANSPORTS = ("shared", "tcp")
+ONE_TRANSPORT = pytest.mark.parametrize(
+    "transport", [pytest.param("shared", marks=pytest.mark.every), "tcp"]
+)
+"""How an end reaches the workers does not depend on the transport."""
 
 
 async def begin_prefill(
@@ -64,8 +67,15 @@ async def read_gateway_outcome(
         return outcome
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("transport", "stream"),
+    [
+        pytest.param("shared", False, id="shared-whole"),
+        pytest.param("tcp", True, id="tcp-stream"),
+        pytest.param("shared", True, id="shared-stream", marks=pytest.mark.every),
+        pytest.param("tcp", False, id="tcp-whole", marks=pytest.mark.every),
+    ],
+)
 def test_a_client_leaves_during_prefill(
     cluster: ChaosCluster, transport: str, stream: bool
 ) -> None:
@@ -89,7 +99,7 @@ def test_a_client_leaves_during_prefill(
     run(scenario)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@ONE_TRANSPORT
 def test_a_client_leaves_its_stream(cluster: ChaosCluster, transport: str) -> None:
     pair = cluster.pair(transport)
 
@@ -107,7 +117,7 @@ def test_a_client_leaves_its_stream(cluster: ChaosCluster, transport: str) -> No
     run(scenario)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@ONE_TRANSPORT
 def test_the_gateway_dies(cluster: ChaosCluster, transport: str) -> None:
     pair = cluster.pair(transport)
 

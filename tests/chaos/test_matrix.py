@@ -50,7 +50,7 @@ SCENARIOS = (
     Scenario(DECODING, Kill("gateway"), BROKEN, (DECODE_CANCELLED,)),
     Scenario(BEFORE, Pause("prefill"), CORRECT, DECODE_FELL_BACK),
     Scenario(MID, Pause("prefill"), CORRECT, DECODE_FELL_BACK),
-    Scenario(DECODING, Pause("prefill"), CORRECT, stands_for_others=True),
+    Scenario(DECODING, Pause("prefill"), CORRECT),
     Scenario(BEFORE, Pause("decode"), CORRECT),
     Scenario(MID, Pause("decode"), CORRECT, (PREFILL_FAILED,)),
     Scenario(DECODING, Pause("decode"), CORRECT),

@@ -148,8 +148,8 @@ class Wrong:
 FOUND = (DIGEST_FAILED, DECODE_FELL_BACK)
 WRONGS = (
     Wrong(Fault.FLIP_BIT, "decode", moved=FOUND),
-    Wrong(Fault.ZERO_PAGE, "decode", moved=FOUND),
-    Wrong(Fault.SWAP_PAGES, "prefill", moved=FOUND),
+    Wrong(Fault.ZERO_PAGE, "decode", moved=FOUND, stands_for_others=False),
+    Wrong(Fault.SWAP_PAGES, "prefill", moved=FOUND, stands_for_others=False),
     Wrong(Fault.TRUNCATE, "prefill", moved=FOUND),
     Wrong(Fault.TRUNCATE, "prefill", count=1000, moved=FOUND, stands_for_others=False),
     Wrong(Fault.FAIL_SUBMIT, "prefill", moved=LOST),

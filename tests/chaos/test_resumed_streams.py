@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from baton.config.sections import Role
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-NUM_TOKENS = 200
+NUM_TOKENS = 140
 FROZEN_S = 0.3
 """For what is on its way to a gateway; a worker is not missed for so long."""
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": NUM_TOKENS}
@@ -51,6 +51,8 @@ class Decodes:
         self.start_gateway()
 
     def start_gateway(self, **settings: object) -> None:
+        if hasattr(self, "gateway"):
+            self.gateway.kill()
         self.gateway = self.fleet.start_gateway(
             self.prefills, self.decodes, settings=GATEWAY | settings
         )
@@ -140,7 +142,7 @@ def test_decode_dies_under_streams_of_all_kinds(workers: Decodes, oracle: FleetP
         ),
         (CHAT, {**GREEDY, **messages, **USAGE}),
         (CHAT, {**SEEDED, **messages, "logprobs": True, "top_logprobs": 1, **USAGE}),
-        (CHAT, {**GREEDY, **messages, "logprobs": True, "min_tokens": 150}),
+        (CHAT, {**GREEDY, **messages, "logprobs": True, "min_tokens": 100}),
         (COMPLETIONS, {**SEEDED, "seed": None, "prompt": prompts.make(40), "logprobs": 0}),
     ]
 
@@ -205,7 +207,7 @@ def test_prefill_dies_and_then_decode_under_several_answers_that_began_early(
     run(scenario)
 
 
-ASKED = {**SEEDED, "max_tokens": 20, "logprobs": 1, **USAGE}
+ASKED = {**SEEDED, "max_tokens": 12, "logprobs": 1, **USAGE}
 
 
 @pytest.mark.parametrize("change", [{}, {"logprobs": None}, {"stop": []}])
@@ -239,7 +241,7 @@ def test_an_answer_goes_on_after_any_of_its_events(
             plain = StreamedAnswer()
             for event in await ask_for_rest(session, None):
                 plain.read(event.partition(b"\n")[2] if event.startswith(b":") else event)
-            body["stop"] = [token + "\x01" for token in plain.tokens[3:13]]
+            body["stop"] = [token + "\x01" for token in plain.tokens[2:8]]
         *events, usage, _ = whole = await ask_for_rest(session, None)
         ids: list[int] = []
         num_held_back = 0

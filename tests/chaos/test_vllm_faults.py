@@ -32,8 +32,7 @@ from tests.e2e_vllm.client import (
     wait_idle,
     wait_until,
 )
-from tests.e2e_vllm.cluster import KEY, KV_BYTES_PER_TOKEN, LEASE_S
-from tests.e2e_vllm.cluster import POOL_TOKENS as CLUSTER_POOL_TOKENS
+from tests.e2e_vllm.cluster import KEY, KV_BYTES_PER_TOKEN, LEASE_S, PREFILL_POOL_TOKENS
 from tests.e2e_vllm.process_stats import SharedMemoryFiles, frozen_engine
 from tests.e2e_vllm.tickets import Handoff, Server, make_ticket, read_prefill_result, read_tokens
 
@@ -119,7 +118,7 @@ def test_a_bit_that_flips_on_the_way_is_found(pair: Pair) -> None:
     prefill, decode = Server.of(cluster.prefill), Server.of(cluster.decode)
     check_same([ask_one(cluster.gateway, [300] * 50)], [pair.expect([300] * 50)])
     handoff = Handoff.make(prefill, decode, pair.prompts.make(200))
-    pool = SharedMemoryFiles(cluster.prefill, CLUSTER_POOL_TOKENS * KV_BYTES_PER_TOKEN)
+    pool = SharedMemoryFiles(cluster.prefill, PREFILL_POOL_TOKENS * KV_BYTES_PER_TOKEN)
     answering = handoff.ask_decode()
     wait_until(lambda: not is_idle(cluster.decode), PATIENCE_S)
     time.sleep(0.2)  # its grant is on its way
@@ -152,7 +151,7 @@ def leaves_while_queued(pair: Pair) -> bool:
     running, waiting = "vllm:num_requests_running", "vllm:num_requests_waiting"
     with ThreadPoolExecutor(NUM_SEQS) as pool:
         # As many as the pool holds: none of them is preempted, and queued again.
-        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS, max_tokens=740)
+        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS, max_tokens=440)
 
         def until_prefill_has(name: str, num: int) -> bool:
             """Whether it came to that before one of the requests ended."""
@@ -203,7 +202,7 @@ def test_a_client_leaves_while_its_kv_is_loaded(pair: Pair) -> None:
 
 
 def test_a_client_leaves_in_the_middle_of_its_answer(pair: Pair) -> None:
-    client = pair.connect(pair.prompts.make(300), max_tokens=2000, stream=True)
+    client = pair.connect(pair.prompts.make(300), max_tokens=1000, stream=True)
     client.read_lines(5)
     assert not is_idle(pair.decode)
     client.leave()
@@ -291,14 +290,14 @@ def test_a_prefill_that_is_preempted_hands_nothing_over(pair: Pair) -> None:
     preemptions = "vllm:num_preemptions_total"
     before = read_metric(pair.prefill.url, preemptions)
     with ThreadPoolExecutor(NUM_SEQS) as pool:
-        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS - 1, max_tokens=1000)
+        filling = fill(pair.prefill, pair.prompts, pool, NUM_SEQS - 1, max_tokens=440)
         wait_until(
             lambda: read_metric(pair.prefill.url, "vllm:num_requests_running") == NUM_SEQS - 1,
             PATIENCE_S,
         )
         # The gateway asks for one token: then nothing is preempted that has not been computed.
         begun = time.monotonic()
-        sent = handoff.ask_prefill(num_tokens=700)
+        sent = handoff.ask_prefill(num_tokens=350)
         wait_until(lambda: read_metric(pair.prefill.url, preemptions) > before, PATIENCE_S)
         waited_s = time.monotonic() - begun
         answer = read_tokens(handoff.ask_decode().result())
@@ -326,13 +325,14 @@ def test_decode_preempts_and_computes_what_it_had_received(
     pair: Pair, small_decode: FleetProcess
 ) -> None:
     gateway = pair.cluster_factory.start_gateway([pair.cluster.prefill], [small_decode])
-    prompts = [pair.prompts.make(250) for _ in range(6)]
-    expected = ask_all(pair.cluster.oracle, prompts, max_tokens=200)
-    answers = ask_all(gateway, prompts, max_tokens=200)
+    num_tokens = 350  # four of them leave less than a block for each one's answer
+    prompts = [pair.prompts.make(num_tokens) for _ in range(4)]
+    expected = ask_all(pair.cluster.oracle, prompts, max_tokens=120)
+    answers = ask_all(gateway, prompts, max_tokens=120)
     check_same(answers, expected)
     assert read_metric(small_decode.url, "vllm:num_preemptions_total") > 0
     for answer in answers:
-        assert read_summary(gateway, answer.request_id)["num_received_tokens"] == 250
+        assert read_summary(gateway, answer.request_id)["num_received_tokens"] == num_tokens
     wait_until(lambda: is_idle(small_decode) and is_idle(pair.cluster.prefill), PATIENCE_S)
     pair.cluster_factory.end(gateway)
 

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 SEED = 20261121
 NUM_SEQS = 4
-POOL_TOKENS = 4352
-LONG = 3800
+POOL_TOKENS = 3072
+CONTEXT_TOKENS = 2944
+LONG = 2800
 """Tokens of a prompt that is being prefilled long enough for a fault to find it there."""
 
 LIVENESS_TIMEOUT_S = 3.0
@@ -136,6 +137,7 @@ def start_slow_prefill(cluster_factory: ClusterFactory, port: int = 0) -> tuple[
         worker__port=port,
         handoff__liveness_timeout_s=LIVENESS_TIMEOUT_S,
         handoff__layer_batch_bytes=0,
+        engine__max_context_tokens=CONTEXT_TOKENS,
         engine__max_num_batched_tokens=16,
         engine__kv_cache_bytes=POOL_TOKENS * KV_BYTES_PER_TOKEN,
         engine__arguments=["--enable-prompt-tokens-details", f"--max-num-seqs={NUM_SEQS}"],

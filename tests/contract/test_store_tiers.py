@@ -97,6 +97,16 @@ class TestSharedTier(FolderFaultContract):
         assert any(path.name.startswith("claim-") for path in self.folder(place).iterdir())
         assert count_taken(self.folder(place)) == count_extents(LARGE_BYTES)
 
+    # `TestPooledBodies` has the same files, and more.
+    @pytest.mark.every
+    def test_a_process_killed_at_any_system_call_leaves_a_right_store(self, tmp_path: Path) -> None:
+        super().test_a_process_killed_at_any_system_call_leaves_a_right_store(tmp_path)
+
+    @pytest.mark.every
+    @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+    def test_a_system_call_that_fails_costs_caching_only(self, tmp_path: Path, error: int) -> None:
+        super().test_a_system_call_that_fails_costs_caching_only(tmp_path, error)
+
     def test_what_is_being_written_is_not_cleaned_up(self, tmp_path: Path) -> None:
         capacity_bytes = 4 * LARGE_BYTES
         with self.half_written(tmp_path, "named") as writer, self.opened(tmp_path, capacity_bytes):

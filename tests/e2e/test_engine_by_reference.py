@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from baton.engines.interface import EngineStats
     from baton.engines.transformers.loading import LoadedModel
 
-PROMPTS = {f"r{i}": make_prompt(20 + (37 * i) % 120, seed=i % 7) for i in range(100)}
+PROMPTS = {f"r{i}": make_prompt(20 + (37 * i) % 120, seed=i % 7) for i in range(60)}
 """Some begin as others do, some end with a block."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
@@ -111,7 +111,7 @@ def expected_fixture() -> dict[str, list[int]]:
     return alone(PROMPTS)
 
 
-@pytest.mark.parametrize(("with_first_token", "num_prompts"), [(True, 100), (False, 20)])
+@pytest.mark.parametrize(("with_first_token", "num_prompts"), [(True, len(PROMPTS)), (False, 20)])
 def test_many_prompts_at_once_in_small_pools(
     with_first_token: bool, num_prompts: int, expected: dict[str, list[int]]
 ) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.e2e.test_engine_handoff_agents import Node
 
 __all__ = ["expected_fixture"]
+EVERY = pytest.mark.every
 KINDS = [kind for kind in ENCODINGS.kinds() if kind != "raw"]
 LARGEST_SHARE = {"int8": 0.32, "fp8": 0.32, "int4": 0.35, "int4_token": 0.26, "zstd": 0.9}
 """Of float32's bytes, with heads of 8 numbers to each scale."""
@@ -39,8 +40,15 @@ def name_of(kind: str) -> str:
     return f"store={ENCODINGS.build(kind, {}).name}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block_sizes", [(16, 16, 16), (24, 16, 64)])
+SAME, DIFFERENT = (16, 16, 16), (24, 16, 64)
+"""Block sizes of prefill, decode and the store."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_sizes"),
+    [(kind, DIFFERENT) for kind in KINDS]
+    + [pytest.param(kind, SAME, marks=() if kind == "zstd" else EVERY) for kind in KINDS],
+)
 def test_requests_go_through_a_store_that_encodes(
     kind: str,
     block_sizes: tuple[int, int, int],
@@ -99,7 +107,10 @@ def test_what_one_worker_computed_another_loads_and_decodes(
         assert trace.fallbacks == []
 
 
-@pytest.mark.parametrize(("kept", "wanted"), [("int8", "raw"), ("raw", "int8"), ("int8", "zstd")])
+@pytest.mark.parametrize(
+    ("kept", "wanted"),
+    [("int8", "raw"), ("raw", "int8"), pytest.param("int8", "zstd", marks=EVERY)],
+)
 def test_kv_is_found_only_by_workers_of_the_same_encoding(
     kept: str, wanted: str, nodes: ExitStack, tmp_path: Path
 ) -> None:

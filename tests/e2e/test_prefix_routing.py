@@ -34,19 +34,29 @@ TEXT = "the prefill worker computes the prompt and the decode worker answers it.
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def standing_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     environment = dict(os.environ, BATON_CLUSTER_KEY=KEY.key.secret.hex())
     with Fleet(tmp_path_factory.mktemp("logs"), environment, start=start_preloaded) as fleet:
         yield fleet
         assert set(fleet.stop().values()) <= {0, -9}
 
 
+@pytest.fixture
+def fleet(standing_fleet: Fleet, workers: dict[str, FleetProcess]) -> Iterator[Fleet]:
+    """What a test starts ends with it: gateways look at their workers all the time."""
+    num_standing = len(standing_fleet.processes)
+    yield standing_fleet
+    for process in standing_fleet.processes[num_standing:]:
+        if process.is_alive:
+            assert process.stop() == 0
+
+
 @pytest.fixture(scope="module")
-def workers(fleet: Fleet) -> dict[str, FleetProcess]:
+def workers(standing_fleet: Fleet) -> dict[str, FleetProcess]:
     settings = {**ENGINE, **TLS, "worker.model": str(DEMO_MODEL_PATH)}
     settings["worker.served_model_name"] = "demo"
     roles = {"one": "both", "two": "both", "prefill": "prefill", "decode": "decode"}
-    started = {n: fleet.start_worker(n, role, settings) for n, role in roles.items()}
+    started = {n: standing_fleet.start_worker(n, role, settings) for n, role in roles.items()}
     for worker in started.values():
         worker.wait_ready()
     return started

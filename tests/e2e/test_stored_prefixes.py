@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TEXT = "the prefill worker computes the prompt and the decode worker answers it. " * 12
 WAIT_S = 20.0
+ANSWER_TOKENS = 96
+"""With the prompt's, they fill a block of the store more than the prompt does."""
 BLOCK_SIZE = 64
 """The store's, and a multiple of the engine's."""
 
@@ -55,10 +57,10 @@ def start(fleet: Fleet, name: str, store: dict[str, object]) -> tuple[FleetProce
 
 
 def chat(
-    gateway: FleetProcess, messages: list[dict], cache_salt: str = ""
+    gateway: FleetProcess, messages: list[dict], cache_salt: str = "", max_tokens: int = 24
 ) -> tuple[dict, int, int]:
     """The message, how many tokens of the prompt were cached, and of how many KV was computed."""
-    body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 96}
+    body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": max_tokens}
     if cache_salt:
         body["cache_salt"] = cache_salt
     request = urllib.request.Request(
@@ -89,7 +91,7 @@ def test_a_conversation_goes_on_at_a_worker_that_never_saw_it(fleet: Fleet, tmp_
     store = tmp_path / "kv"
     first, gateway = start(fleet, "first", in_folder(store))
     talk = [{"role": "user", "content": TEXT}]
-    answer, cached, num_computed = chat(gateway, talk)
+    answer, cached, num_computed = chat(gateway, talk, max_tokens=ANSWER_TOKENS)
     assert cached == 0
     deadline = time.monotonic() + WAIT_S
     while count_entries(store) < num_computed // BLOCK_SIZE:
@@ -97,7 +99,7 @@ def test_a_conversation_goes_on_at_a_worker_that_never_saw_it(fleet: Fleet, tmp_
         time.sleep(0.05)
     first.stop()
     _, gateway = start(fleet, "second", in_folder(store))
-    again, cached, _ = chat(gateway, talk)
+    again, cached, _ = chat(gateway, talk, max_tokens=ANSWER_TOKENS)
     assert again == answer
     assert cached > 100
     talk += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "on"}]

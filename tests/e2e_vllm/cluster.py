@@ -44,6 +44,8 @@ SPEC: Final = RandomModelSpec(
 BLOCK_SIZE: Final = 32
 KV_BYTES_PER_TOKEN: Final = NUM_LAYERS * 2 * SPEC.num_kv_heads * SPEC.head_dim * 4
 POOL_TOKENS: Final = 16_384
+PREFILL_POOL_TOKENS: Final = 8_192
+"""Of the server that prefills for all: what fills it is computed."""
 CHUNK_TOKENS: Final = 256
 """A long prompt is computed in many chunks."""
 LEASE_S: Final = 40.0
@@ -198,7 +200,11 @@ class ClusterFactory:
     def build_cluster(self) -> VllmCluster:
         """Start the three servers that all tests share."""
         oracle = self.start_plain("oracle")
-        prefill = self.start("prefill", "prefill")
+        prefill = self.start(
+            "prefill",
+            "prefill",
+            engine__kv_cache_bytes=PREFILL_POOL_TOKENS * KV_BYTES_PER_TOKEN,
+        )
         # Not measured, as elsewhere: tests say what this one uses.
         decode = self.start("decode", "decode", transfer__choice="listed")
         wait_ready(oracle, prefill, decode)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e_vllm.ahead import start_adapted
 from tests.e2e_vllm.client import (
+    ask_all,
     ask_one,
     check_same,
     get_text,
@@ -142,14 +143,14 @@ def test_what_is_cached_of_an_adapter_is_found_for_it_alone(
 
 def test_the_store_keeps_adapters_apart(pair: tuple[FleetProcess, FleetProcess]) -> None:
     prefill, decode = pair
-    prompts = make_prompts(3, seed=75, shortest=400, longest=500)
+    prompts = make_prompts(2, seed=75, shortest=200, longest=300)
     num_entries = sum(len(prompt) // ENTRY_TOKENS for prompt in prompts)
     num_stored, num_loaded = read_stored(prefill), read_loaded(decode)
-    expected = [ask_one(prefill, prompt, model="sql") for prompt in prompts]
+    expected = ask_all(prefill, prompts, model="sql")
     wait_until(lambda: read_stored(prefill) >= num_stored + num_entries, SOON_S)
     for model in ("demo", "law"):
-        answers = [ask_one(decode, prompt, model=model) for prompt in prompts]
+        answers = ask_all(decode, prompts, model=model)
         assert not set(answers) & set(expected)
     assert read_loaded(decode) == num_loaded
-    check_same([ask_one(decode, prompt, model="solo") for prompt in prompts], expected)
+    check_same(ask_all(decode, prompts, model="solo"), expected)
     assert read_loaded(decode) > num_loaded

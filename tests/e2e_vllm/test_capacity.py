@@ -1,6 +1,6 @@
 """Servers short of room: what they hold gives way, and the gateway knows how full they are.
 
-The fleet's pool has 511 blocks for requests; prompts here are long enough to fill it.
+Decode's pool has 511 blocks for requests, prefill's 255; prompts here fill both.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ NUM_BLOCKS = POOL_TOKENS // BLOCK_SIZE - 1
 NUM_HOLDERS, HELD_TOKENS = 4, 3960
 NUM_LEFT = NUM_BLOCKS - NUM_HOLDERS * -(-HELD_TOKENS // BLOCK_SIZE)
 SOON_S = 30.0
+NUM_OFFERED, OFFERED_TOKENS, LATE_TOKENS = 8, 992, 500
+"""KV of so many prompts leaves prefill no room for one more. They are many and short: a token costs
+the more the longer its prompt is."""
 
 
 def read_load(server: Server) -> Json:
@@ -54,8 +57,9 @@ def test_computed_kv_that_nobody_takes_gives_way_to_who_has_no_room(cluster: Vll
     """Decode has no room for what prefill holds for it, and prefill none for anybody else."""
     prefill, decode = Server.of(cluster.prefill), Server.of(cluster.decode)
     wait_idle(cluster.prefill, cluster.decode)
-    (late,) = make_prompts(1, seed=42, shortest=4000, longest=4000)
-    prompts = make_prompts(4, seed=41, shortest=3640, longest=3640)
+    (late,) = make_prompts(1, seed=42, shortest=LATE_TOKENS, longest=LATE_TOKENS)
+    length = OFFERED_TOKENS
+    prompts = make_prompts(NUM_OFFERED, seed=41, shortest=length, longest=length)
     handoffs = [Handoff.make(prefill, decode, prompt, valid_s=240) for prompt in prompts]
 
     async def run() -> Answer:
@@ -92,7 +96,7 @@ def test_auto_pulls_where_a_vllm_server_is_full_and_says_how_full(
     gateway = cluster_factory.start_gateway([cluster.prefill], [cluster.decode], **changes)
     wait_idle(cluster.decode)
     wait_until(lambda: read_load(decode)["num_free_blocks"] == NUM_BLOCKS, SOON_S)
-    roomy, tight = make_prompts(2, seed=43, shortest=1200, longest=1200)
+    roomy, tight = make_prompts(2, seed=43, shortest=600, longest=600)
 
     def is_known(expected: Json) -> bool:
         workers = json.loads(get_text(f"{gateway.url}/debug/workers"))["workers"]

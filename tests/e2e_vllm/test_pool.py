@@ -56,7 +56,7 @@ def pooled(prefill: Server, decode: Server, prompt: list[int]) -> Handoff:
 def test_the_same_tokens_through_the_store(cluster: VllmCluster, first: str) -> None:
     prefill, decode = Server.of(cluster.prefill), Server.of(cluster.decode)
     seed = {"prefill": 31, "decode": 32}[first]
-    prompts = make_prompts(5, seed=seed, shortest=20, longest=900)
+    prompts = make_prompts(3, seed=seed, shortest=20, longest=900)
     expected = ask_all(cluster.oracle, prompts)
     for prompt, oracle in zip(prompts, expected, strict=True):
         handoff = pooled(prefill, decode, prompt)

@@ -63,7 +63,7 @@ def check_handed_over(cluster: VllmCluster, prompt: list[int], answer: Answer) -
 
 def test_a_prompt_that_is_asked_for_many_times_at_once(cluster: VllmCluster) -> None:
     """vLLM computes it once; the others use its blocks in the same step, before they are filled."""
-    for seed in range(100, 104):
+    for seed in (100, 101):
         ahead, prompt = (
             make_prompts(1, seed=seed + n, shortest=n, longest=n)[0] for n in (600, 150)
         )
@@ -77,8 +77,8 @@ def test_a_prompt_that_is_asked_for_many_times_at_once(cluster: VllmCluster) -> 
 def test_twenty_prompts_one_and_eight_at_a_time(
     cluster: VllmCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = make_prompts(NUM_PROMPTS, seed=1, shortest=50, longest=2000)
-    assert {len(p) for p in prompts} >= {50, 2000}
+    prompts = make_prompts(NUM_PROMPTS, seed=1, shortest=50, longest=1000)
+    assert {len(p) for p in prompts} >= {50, 1000}
     expected = ask_all(cluster.oracle, prompts)
     for server in (cluster.prefill, cluster.decode):  # behind TLS: no ticket needs a signature
         assert read_info(server)["takes_unsigned_tickets"]
@@ -127,7 +127,7 @@ def check_transfers(cluster: VllmCluster) -> None:
 def test_pulled_prompts(cluster: VllmCluster, cluster_factory: ClusterFactory) -> None:
     changes = {"gateway.mode": "pull"}
     gateway = cluster_factory.start_gateway([cluster.prefill], [cluster.decode], **changes)
-    prompts = make_prompts(8, seed=12, shortest=50, longest=2000)
+    prompts = make_prompts(5, seed=12, shortest=50, longest=1000)
     expected = ask_all(cluster.oracle, prompts)
     answers = ask_all(gateway, prompts, at_once=4)
     check_same(answers, expected)
@@ -143,7 +143,7 @@ def test_pooled_prompts(cluster: VllmCluster, cluster_factory: ClusterFactory) -
     gateway = cluster_factory.start_gateway(
         [cluster.prefill], [cluster.decode], **{"gateway.mode": "pool"}
     )
-    prompts = make_prompts(8, seed=13, shortest=50, longest=2000)
+    prompts = make_prompts(5, seed=13, shortest=50, longest=1000)
     expected = ask_all(cluster.oracle, prompts)
     answers = ask_all(gateway, prompts, at_once=4)
     check_same(answers, expected)
@@ -157,10 +157,10 @@ def test_pooled_prompts(cluster: VllmCluster, cluster_factory: ClusterFactory) -
 def test_sampled_answers_are_those_of_the_oracle(cluster: VllmCluster) -> None:
     (prompt,) = make_prompts(1, seed=2, shortest=150, longest=150)
     sampling = {"temperature": 0.9, "top_p": 0.95}
-    expected = [ask_one(cluster.oracle, prompt, **sampling, seed=seed) for seed in range(4)]
+    expected = [ask_one(cluster.oracle, prompt, **sampling, seed=seed) for seed in range(2)]
     answers = [
         ask_one(cluster.gateway, [*prompt], **sampling, seed=seed, cache_salt=str(seed))
-        for seed in range(4)
+        for seed in range(2)
     ]
     check_same(answers, expected)
     assert len(set(answers)) > 1
@@ -184,7 +184,7 @@ def test_a_seed_gives_one_answer_in_however_many_steps_its_prompt_is_computed(
 
 
 def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(cluster: VllmCluster) -> None:
-    stems = make_prompts(4, seed=3, shortest=300, longest=900)
+    stems = make_prompts(4, seed=3, shortest=300, longest=600)
     prompts = [[*stem, *[1000 + i] * (40 + 70 * i)] for i, stem in enumerate(stems)]
     expected = ask_all(cluster.oracle, prompts)
     ask_all(cluster.prefill, stems[:2])

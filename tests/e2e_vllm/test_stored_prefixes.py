@@ -44,7 +44,7 @@ ENTRY_TOKENS = 64
 NUM_PARTS = 2
 EMBEDDED_BLOCK = 24
 SOON_S = 20.0
-NUM_STREAMED = 800
+NUM_STREAMED = 300
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_prompt_goes_to_a_server_that_can_load_it(
     folder: Path,
 ) -> None:
     """One of two servers has computed it, and is busy with an answer: the other one loads it."""
-    (prompt,) = make_prompts(1, seed=60, shortest=2000, longest=2000)
+    (prompt,) = make_prompts(1, seed=60, shortest=1000, longest=1000)
     expected = ask_one(cluster.oracle, prompt)
     before = find_entries(folder)
     changes = {"router.policy": "prefix", "router.options.prefix.tokens_per_answer": 4000}
@@ -190,7 +190,7 @@ def test_what_a_server_computed_is_loaded_after_its_end(
 ) -> None:
     first, second = stored
     num_before = read_loaded(second)
-    prompts = make_prompts(4, seed=61, shortest=150, longest=900)
+    prompts = make_prompts(3, seed=61, shortest=150, longest=600)
     expected = ask_all(cluster.oracle, prompts)
     before = find_entries(folder)
     check_same(ask_all(first, prompts), expected)

@@ -109,24 +109,34 @@ def count_generated(server: FleetProcess) -> float:
     return read_metric(server.url, "vllm:generation_tokens_total")
 
 
-@pytest.mark.parametrize("name", GOES_ON)
-def test_an_answer_goes_on_from_its_tokens(cluster: VllmCluster, name: str) -> None:
-    path, body = GOES_ON[name]
+def test_an_answer_goes_on_from_its_tokens(cluster: VllmCluster) -> None:
+    """All at once: a step of several answers takes what a step of one takes."""
+    server = cluster.decode
+
+    async def check(
+        session: aiohttp.ClientSession, name: str, ids: list[int], whole: StreamedAnswer, num: int
+    ) -> None:
+        path, body = GOES_ON[name]
+        given = body | {"kv_transfer_params": {"baton_resume": {"token_ids": ids[:num]}}}
+        again, answer = await stream(session, server, path, given)
+        assert again is not None, name
+        num_both = min(len(ids), len(again))
+        assert again[:num_both] == ids[:num_both], name
+        assert num_both >= num, name
+        assert comparable(answer) == comparable(whole), name
 
     async def main() -> None:
         async with open_session() as session:
-            ids, whole = await stream_in_pieces(session, cluster.decode, path, body)
-            for num_given in (NUM_TOKENS // 2, len(ids)):
-                resume = {"baton_resume": {"token_ids": ids[:num_given]}}
-                before = count_generated(cluster.decode)
-                given = body | {"kv_transfer_params": resume}
-                again, answer = await stream(session, cluster.decode, path, given)
-                assert count_generated(cluster.decode) - before == NUM_TOKENS - num_given
-                assert again is not None
-                num_both = min(len(ids), len(again))
-                assert again[:num_both] == ids[:num_both]
-                assert num_both >= num_given
-                assert comparable(answer) == comparable(whole)
+            whole = await asyncio.gather(
+                *(stream_in_pieces(session, server, *GOES_ON[name]) for name in GOES_ON)
+            )
+            for nums in ([NUM_TOKENS // 2] * len(whole), [len(ids) for ids, _ in whole]):
+                before = count_generated(server)
+                given = zip(GOES_ON, whole, nums, strict=True)
+                await asyncio.gather(*(check(session, name, *w, num) for name, w, num in given))
+                # None of them can be generated with less.
+                generated = count_generated(server) - before
+                assert generated == sum(NUM_TOKENS - num for num in nums)
 
     asyncio.run(main())
 
@@ -175,9 +185,10 @@ def test_tokens_that_cannot_be_the_answers_are_left_out(cluster: VllmCluster) ->
     async def main() -> None:
         async with open_session() as session:
             _, whole = await stream(session, cluster.decode, COMPLETIONS, PROMPT)
-            for token_ids in wrong:
-                given = PROMPT | {"kv_transfer_params": {"baton_resume": {"token_ids": token_ids}}}
-                _, answer = await stream(session, cluster.decode, COMPLETIONS, given)
+            resumes = [{"baton_resume": {"token_ids": token_ids}} for token_ids in wrong]
+            bodies = [PROMPT | {"kv_transfer_params": resume} for resume in resumes]
+            streams = (stream(session, cluster.decode, COMPLETIONS, body) for body in bodies)
+            for _, answer in await asyncio.gather(*streams):
                 assert comparable(answer) == comparable(whole)
 
     asyncio.run(main())

@@ -114,7 +114,8 @@ class Consumer:
 
 
 def wait_until(condition, describe=lambda: "") -> None:
-    deadline = time.monotonic() + WAIT_S
+    deadline, pause_s = time.monotonic() + WAIT_S, 0.005
     while not condition():
         assert time.monotonic() < deadline, f"not within {WAIT_S} s: {describe()}"
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.05)  # to look goes through all that is held

@@ -1,12 +1,10 @@
-"""`baton bench architectures` as a person runs it: real servers, a verdict, a death, Ctrl-C."""
+"""`baton bench architectures`: real servers, a verdict, a death, Ctrl-C."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,8 +12,10 @@ import msgspec
 
 from baton.bench.architectures.results import Findings
 from baton.bench.load.job import Report
+from tests import forking_launcher
+from tests.preloaded import TORCH, PreloadedProcess
 
-COMMAND = [sys.executable, "-m", "baton.cli", "bench", "architectures"]
+COMMAND = ["bench", "architectures"]
 SHORT = ("--input-len", "64", "--output-len", "4", "--timeout", "60")
 FLOAT32 = ("--set", "engine.dtype=float32")  # the demo model's bfloat16 is slow on old processors
 TIMEOUT_S = 240
@@ -36,22 +36,27 @@ def test_two_arms_a_death_and_ctrl_c(tmp_path):
     """In turns: a split is measured; replication, whose worker is killed; and Ctrl-C."""
     out, log = tmp_path / "out", tmp_path / "stderr"
     with log.open("wb") as stderr:
-        bench = subprocess.Popen(
+        bench = PreloadedProcess(
+            TORCH,
+            forking_launcher.__name__,
             [*COMMAND, *SHORT, *FLOAT32, "--concurrency", "2", "--duration", "1.5",
              "--repetitions", "2", "--arm", "replicated", "--arm", "1P1D", "--seed", "a",
              "--output", str(out)],
-            stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment(tmp_path),
+            environment(tmp_path),
+            stderr,
         )  # fmt: skip
     try:
         until(lambda: is_serving(out, "rep-1-replicated.log"))
         os.kill(a_worker_of(bench), signal.SIGKILL)
         until(lambda: len(list(out.glob("logs/*.log"))) == 3)
         bench.send_signal(signal.SIGINT)
-        reported, _ = bench.communicate(timeout=TIMEOUT_S)
+        status = bench.wait(TIMEOUT_S)
+        reported = bench.stdout.read().decode()
     finally:
-        bench.kill()
-        bench.communicate()
-    assert bench.returncode == 130, log.read_text("utf-8")
+        bench.send_signal(signal.SIGKILL)
+        bench.wait(60)
+        bench.stdout.close()
+    assert status == 130, log.read_text("utf-8")
     assert "PARTIAL: interrupted" in reported
     findings = read_findings(out)
     assert (findings.is_partial, findings.ended) == (True, "interrupted")
@@ -100,5 +105,5 @@ def is_serving(out, pattern):
 
 def a_worker_of(bench):
     children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text("utf-8").split()
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children}
-    return next(int(pid) for pid, words in commands.items() if b"worker" in words)
+    names = {pid: Path(f"/proc/{pid}/comm").read_text("utf-8").strip() for pid in children}
+    return next(int(pid) for pid, name in names.items() if name == "worker")

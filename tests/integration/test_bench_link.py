@@ -12,10 +12,12 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
+from baton.bench.link import runner
 from baton.bench.link.report import Report
 from baton.cli.main import run as run_here
 from benchmarks import transport_choice_model
@@ -31,6 +33,7 @@ CHOICE = [
 ]
 QUICK = ["--quick", "--sizes", "5000,100KB"]
 SMALL = ["--quick", "--sizes", "5000"]
+PEERS = ("NIXL", "gloo", "socket")
 MEASURED = ("memcpy", "tuned socket", "shared", "tcp")
 TIMEOUT_S = 280  # a bound: other tests take the cores meanwhile
 
@@ -155,27 +158,47 @@ def without_libraries(environment, tmp_path):
     return environment | {"PYTHONPATH": str(tmp_path)}
 
 
-def test_two_listening_ends(without_libraries):
+@pytest.fixture
+def ask_here(monkeypatch, capsys):
+    """`baton bench link` in this process, where the ends are others: exit code, and what it said.
+
+    Of peers, each of which starts two processes: one that needs a library, one host, and neither.
+    """
+    monkeypatch.setattr(runner, "PEERS", [e for e in runner.PEERS if e.name in PEERS])
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def ask(arguments, environment):
+        with patch.dict(os.environ, environment, clear=True):
+            code = run_here(["bench", "link", *arguments])
+        return code, *capsys.readouterr()
+
+    yield ask
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_two_listening_ends(without_libraries, ask_here):
     environment = without_libraries
-    arguments = [*SMALL, "--transport", "tcp", "--peers"]
+    arguments = [*SMALL, "--transport", "tcp", "--peers", "--json"]
     with listening(environment) as driver, listening(environment) as owner:
-        report = measure([driver, owner, *arguments], environment)
-        assert {row.name for row in report.rows} >= {"tcp", "socket", "memcpy"}
+        code, printed, said = ask_here([driver, owner, *arguments], environment)
+        assert code == 0, said
+        report = msgspec.json.decode(printed, type=Report)
+        assert {row.name for row in report.rows} >= {"tcp", "tcp reused", "socket", "memcpy"}
         reasons = {skipped.name: skipped.reason for skipped in report.skipped}
         assert "one host" in reasons["gloo"]
         assert "not installed: pip install" in reasons["NIXL"]
 
         stranger = environment | {"BATON_CLUSTER_KEY": secrets.token_hex(32)}
-        refused = run([driver, owner, *QUICK], stranger)
-        assert refused.returncode == 1
-        assert "BATON_CLUSTER_KEY" in refused.stderr
+        code, _, said = ask_here([driver, owner, *QUICK], stranger)
+        assert code == 1
+        assert "BATON_CLUSTER_KEY" in said
 
-        timings = run(["--listen", driver], environment)
-        assert timings.returncode == 2
-        assert "is taken by pid" in timings.stderr
-    gone = run([driver, owner, *QUICK], environment)
-    assert gone.returncode == 2
-    assert f"baton bench link --listen {driver}" in gone.stderr
+        code, _, said = ask_here(["--listen", driver], environment)
+        assert code == 2
+        assert "is taken by pid" in said
+    code, _, said = ask_here([driver, owner, *QUICK], environment)
+    assert code == 2
+    assert f"baton bench link --listen {driver}" in said
 
 
 @pytest.mark.parametrize(

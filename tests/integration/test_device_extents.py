@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.transfer.devices.table import Extent, compute_largest_gap
+from tests.examples import examples
 
 MIB = 1 << 20
 DEVICE_BYTES = 18 * MIB
@@ -114,7 +115,7 @@ steps = st.lists(
 
 
 @settings(
-    max_examples=15,
+    max_examples=examples(8),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

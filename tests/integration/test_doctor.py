@@ -24,23 +24,14 @@ from baton.protocol.worker_http import Role
 from baton.telemetry.trace import RequestSpan, summarize
 from baton.transfer.devices.table import TABLE_BYTES, read_table
 from tests.forked_module import run_forked
+from tests.integration import patient_doctor
 from tests.integration.broken_transports import install_broken_transports
 from tests.integration.gateway_cluster import run, until_true
+from tests.integration.patient_doctor import TRIED_TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
 DOCTOR = (sys.executable, "-m", "baton.cli", "doctor")
-PATIENT = """
-from dataclasses import replace
-from baton.cli.main import main
-from baton.ops.doctor import reporting
-run = reporting.run_probes
-reporting.run_probes = lambda probes, *rest: run(
-    [replace(probe, timeout_s=120.0) for probe in probes], *rest
-)
-main()
-"""
-PATIENT_DOCTOR = (sys.executable, "-c", PATIENT, "doctor")
-"""Its probes may take longer: other tests take the cores. What hangs is cut: test_isolation.py."""
+PATIENT_DOCTOR = (sys.executable, "-m", patient_doctor.__name__, "doctor")
 TIMEOUT_S = 240
 LIBRARIES = ("nixl_cu12", "nixl_cu13", "mooncake")
 
@@ -51,8 +42,11 @@ def environment(tmp_path, *paths):
     return {**kept, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": python_path}
 
 
-def doctor(tmp_path, *arguments, paths=(), before=(), without=LIBRARIES):
-    """The doctor's report and its exit code. Libraries take a second to start, twice each."""
+def doctor(tmp_path, *arguments, paths=(), before=(), without=LIBRARIES, tried=None):
+    """The doctor's report and its exit code. Libraries take a second to start, twice each.
+
+    `tried`: of all transports that are installed, the names of those to try.
+    """
     paths = (*paths, tmp_path / "without")
     paths[-1].mkdir(exist_ok=True)
     for name in without:
@@ -62,7 +56,7 @@ def doctor(tmp_path, *arguments, paths=(), before=(), without=LIBRARIES):
         capture_output=True,
         check=False,
         timeout=TIMEOUT_S,
-        env=environment(tmp_path, *paths),
+        env=environment(tmp_path, *paths) | ({TRIED_TRANSPORTS: tried} if tried else {}),
     )
     assert done.stderr == b"", done.stderr.decode()
     return msgspec.json.decode(done.stdout, type=Report), done.returncode
@@ -132,7 +126,12 @@ def read_terminal(fd):
 def test_transports_that_are_broken_are_reported_with_the_reason(tmp_path):
     broken = ("crashing", "lying", "misnamed", "unpackaged", "unlinked", "device")
     install_broken_transports(tmp_path, *broken)
-    report, code = doctor(tmp_path, "--set", "transfer.transports=lying,tcp", paths=(tmp_path,))
+    report, code = doctor(
+        tmp_path,
+        *("--set", "transfer.transports=lying,tcp"),
+        paths=(tmp_path,),
+        tried=" ".join((*broken, "shared", "tcp")),
+    )
     seen = of(report, Area.TRANSPORTS)
     assert code == 0
     assert seen["shared"].level is Level.OK
@@ -158,7 +157,7 @@ def test_transports_that_are_broken_are_reported_with_the_reason(tmp_path):
 def test_shared_without_room_for_its_memory_falls_back_to_tcp(tmp_path):
     # No file, a memfd included, may be larger than 512 KiB: a region has 2 MiB.
     before = ("bash", "-c", 'ulimit -f 512 && exec "$@"', "bash")
-    report, code = doctor(tmp_path, before=before)
+    report, code = doctor(tmp_path, before=before, tried="shared tcp")
     seen = of(report, Area.TRANSPORTS)
     assert seen["shared"].level is Level.WARNING
     assert "File too large" in seen["shared"].found
@@ -183,7 +182,7 @@ def test_64_mib_of_shared_memory_and_a_transport_that_listens_on_every_interface
     install_broken_transports(tmp_path, "listening")
     script = f"{ISOLATE} && stat -f -c '%S %b' /dev/shm > {tmp_path}/size && exec \"$@\""
     before = ("unshare", "-nm", "sh", "-c", script, "sh")
-    report, code = doctor(tmp_path, paths=(tmp_path,), before=before)
+    report, code = doctor(tmp_path, paths=(tmp_path,), before=before, tried="shared listening")
     block_bytes, num_blocks = map(int, (tmp_path / "size").read_text().split())
     assert block_bytes * num_blocks == 64 << 20, "the fault did not happen"
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize != 64 << 20
@@ -397,13 +396,13 @@ def test_the_doctor_tries_shared_over_the_device_that_is_configured(tmp_path):
     device = tmp_path / "device"
     device.write_bytes(b"\xee" * (16 << 20))
     chosen = ("--set", f"transfer.options.shared.device.path={device}")
-    report, code = doctor(tmp_path, *chosen, paths=(ROOT / "src",))
+    report, code = doctor(tmp_path, *chosen, paths=(ROOT / "src",), tried="shared")
     (shared,) = [f for f in report.findings if (f.area, f.name) == (Area.TRANSPORTS, "shared")]
     assert (shared.level, code) == (Level.OK, 0), shared.found
     with device.open("rb") as file:
         assert len(read_table(file.read(TABLE_BYTES)).extents) == 2  # one of each side
     os.truncate(device, 2 << 20)
-    report, _ = doctor(tmp_path, *chosen, paths=(ROOT / "src",))
+    report, _ = doctor(tmp_path, *chosen, paths=(ROOT / "src",), tried="shared")
     (shared,) = [f for f in report.findings if (f.area, f.name) == (Area.TRANSPORTS, "shared")]
     assert shared.level is not Level.OK
     assert "at least 4194304 are needed" in shared.found

@@ -135,7 +135,7 @@ def test_the_last_worker_is_given_up_once_it_hangs():
     late = LateWorker("late", "both", never_answer)
 
     async def scenario(cluster: Cluster):
-        late.health_takes_s = 5
+        late.health_takes_s = 2
         assert await ask(cluster) == 503, "no other one came in time"
         assert (await shown(cluster, "late"))["state"] == "down"
 

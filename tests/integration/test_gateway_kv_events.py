@@ -25,6 +25,7 @@ from tests.integration.gateway_cluster import Cluster, run, until, until_true, u
 from tests.integration.scripted_publisher import ScriptedPublisher, stored
 from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
 from tests.integration.test_gateway_process import LEAVES_WITHIN_S, gateway_process
+from tests.preloaded import wait_until_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -415,6 +416,7 @@ def test_a_gateway_without_vllm_workers_never_imports_zmq():
 
 def test_a_process_that_follows_drains_and_leaves(ends, give_birth):
     publisher = give_birth(*ends)
+    wait_until_loaded()
 
     async def main() -> None:
         server = server_of(publisher.source, role="both")

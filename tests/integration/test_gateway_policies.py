@@ -73,13 +73,13 @@ def test_a_worker_that_is_busy_gets_no_more_than_the_others(policy):
 
 def test_costs_are_learned_and_shown():
     async def scenario(cluster: Cluster):
-        for _ in range(12):
+        for _ in range(8):
             await ask(cluster)
         (part,) = (await given(cluster)).values()
-        assert part["prefill"]["num_seen"] == 12
+        assert part["prefill"]["num_seen"] == 8
         prefill_s = part["prefill"]["fixed_s"] + part["prefill"]["each_s"]
         assert 0.15 < prefill_s < 5.0  # a busy machine sleeps longer than it is told
-        assert part["step"]["num_seen"] == 12
+        assert part["step"]["num_seen"] == 8
         assert 0.015 < part["step"]["fixed_s"] + part["step"]["each_s"] < 1.0
         for cost in ("prefill", "step"):
             line = f'baton_router_cost_error_ratio{{cost="{cost}",model="demo",worker="worker-0"}}'

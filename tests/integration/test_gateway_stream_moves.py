@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from baton.ids import new_epoch
+from baton.router import rebalance
 from baton.router.division import Division
 from baton.router.rebalance import MoveCause
 from tests.integration.gateway_cluster import MODEL, Cluster, run, until, until_true
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 NUM_TOKENS = 200
 ASKED = {"model": MODEL, "prompt": [1] * 100, "max_tokens": NUM_TOKENS, "stream": True, "n": 1}
 WHOLE = "".join(f"{index}," for index in range(NUM_TOKENS))
+STAYING_S = 0.01
+"""A token, of a stream that is to stay: 2 s; one that is to move begins to in a second."""
 FREE = {"num_waiting": 0, "num_blocks": 64, "num_free_blocks": 60, "block_size": 16}
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream"),
@@ -31,6 +34,15 @@ STREAM_HEADERS = [
     (b"x-baton-prompt-tokens", b"100"),
 ]
 SHORT = {**FREE, "num_waiting": 2, "num_free_blocks": 2}
+
+
+@pytest.fixture(autouse=True)
+def settles_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is slow, or lacks blocks, is so for long enough in less time.
+
+    What the time is for, tests/property/router/test_rebalance.py holds.
+    """
+    monkeypatch.setattr(rebalance, "SETTLE_S", 0.5)
 
 
 def counting(step_s: float, *, copy_status: int = 200) -> Script:
@@ -258,8 +270,8 @@ def as_vllm(step_s: float) -> Script:
     return script
 
 
-def vllm_servers(*, resumes_streams: bool) -> dict[str, Any]:
-    scripts = {"vllm-0": as_vllm(0.02), "vllm-1": as_vllm(0.001)}
+def vllm_servers(*, resumes_streams: bool, step_s: float = 0.02) -> dict[str, Any]:
+    scripts = {"vllm-0": as_vllm(step_s), "vllm-1": as_vllm(0.001)}
     servers = [
         ScriptedVllm(name, "decode", script, resumes_streams=resumes_streams)
         for name, script in scripts.items()
@@ -302,7 +314,7 @@ def test_a_stream_of_vllm_moves_with_its_tokens(cause: str) -> None:
 
 
 def test_a_stream_of_an_adapter_stays_where_no_other_server_has_it() -> None:
-    setup = vllm_servers(resumes_streams=True)
+    setup = vllm_servers(resumes_streams=True, step_s=STAYING_S)
     setup["decodes"][0].adapters = ("sql",)
 
     async def scenario(cluster: Cluster) -> None:
@@ -327,7 +339,7 @@ def test_streams_of_vllm_that_baton_did_not_start_stay() -> None:
         assert not second.visits
         assert await results(cluster) == {}
 
-    run(scenario, **vllm_servers(resumes_streams=False))
+    run(scenario, **vllm_servers(resumes_streams=False, step_s=STAYING_S))
 
 
 def test_a_stream_stays_where_its_kv_is_not_taken() -> None:
@@ -345,7 +357,7 @@ def test_a_stream_stays_where_its_kv_is_not_taken() -> None:
         assert counts["drain not_copied"] <= num_taken <= sum(counts.values())
         assert num_taken <= 5, "once a second"
 
-    run(scenario, **two(counting(0.01), counting(0.001, copy_status=503)))
+    run(scenario, **two(counting(STAYING_S), counting(0.001, copy_status=503)))
 
 
 def test_the_new_worker_may_die_after_the_cut() -> None:
@@ -385,7 +397,7 @@ def test_the_operator_may_keep_streams_where_they_are(setting: str) -> None:
         assert left.left_at is None
         assert await results(cluster) == {}
 
-    scripts = two(counting(0.018), counting(0.001))
+    scripts = two(counting(STAYING_S), counting(0.001))
     run(scenario, **scripts, policy="cost", move_streams=setting)
 
 
@@ -521,7 +533,7 @@ def test_a_stream_stays_where_no_request_waits_for_it(refused: str) -> None:
             for waited in second.visits:
                 await until(lambda waited=waited: waited.left_at is not None)
 
-    run(scenario, **several(counting(0.01), refuse, has_standby=True))
+    run(scenario, **several(counting(STAYING_S), refuse, has_standby=True))
 
 
 def test_the_worker_where_a_request_waits_may_die_after_the_cut() -> None:
@@ -675,6 +687,21 @@ def test_a_stream_of_which_not_all_is_kept_stays() -> None:
 
 
 def test_a_request_that_waits_at_a_worker_that_left_is_not_used_at_another() -> None:
+    goes_on = asyncio.Event()
+
+    async def pause(visit: Visit) -> None:
+        if visit.ticket is not None:
+            await prefill_at_once(visit)
+            return
+        start = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+        await visit.send(start)
+        await write_token(visit, 0)
+        await goes_on.wait()
+        for index in range(1, NUM_TOKENS):
+            await write_token(visit, index)
+            await asyncio.sleep(0.02)
+        await visit.done()
+
     async def scenario(cluster: Cluster) -> None:
         first, second, third = cluster.decodes
         asking, left = await begin_with_loads(cluster)
@@ -690,9 +717,10 @@ def test_a_request_that_waits_at_a_worker_that_left_is_not_used_at_another() -> 
         await until_true(is_rejected)
         second.kill()
         assert left.left_at is None, "it is cut with its next event"
+        goes_on.set()
         assert (await asking).text == WHOLE
         assert await results(cluster) == {"drain lost": 1}
         assert [visit.ticket for visit in third.visits] == [None]
 
-    scripts = [counting(3.0), counting(0.001), counting(0.001)]
+    scripts = [pause, counting(0.001), counting(0.001)]
     run(scenario, **several(*scripts, has_standby=True))

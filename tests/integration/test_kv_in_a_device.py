@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,10 @@ import pytest
 
 from baton.telemetry.trace import summarize
 from baton.transfer.devices.table import TABLE_BYTES, Extent, read_table
+from tests.integration import worker_process
 from tests.integration.test_worker_legs import Pair, asking, prompt, read_trace
 from tests.integration.worker_process import ENGINE_OPTIONS, starting
+from tests.preloaded import TORCH, PreloadedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -73,16 +74,15 @@ def test_a_handoff_within_a_device_gives_what_one_worker_gives(device: Path) -> 
         # A third one, as large, finds no room, and says who has it.
         engine = {**ENGINE_OPTIONS, "num_blocks": 2048}
         given = json.dumps({"name": "third", "engine_options": engine, **options})
-        third = subprocess.run(
-            [sys.executable, "-m", "tests.integration.worker_process", given],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parents[2],
-        )
-        assert third.returncode != 0
-        assert "has no room for" in third.stderr
-        assert all(f"by pid {pid} (" in third.stderr for pid in pids)
+        with tempfile.TemporaryFile() as stderr:
+            third = PreloadedProcess(TORCH, worker_process.__name__, [given], os.environ, stderr)
+            assert third.wait(60) != 0
+            assert third.stdout is not None
+            third.stdout.close()
+            stderr.seek(0)
+            said = stderr.read().decode()
+        assert "has no room for" in said
+        assert all(f"by pid {pid} (" in said for pid in pids)
     with device.open("rb") as file:  # the dead ones' bytes are still there, KV among them
         file.seek(TABLE_BYTES)
         assert any(file.read())

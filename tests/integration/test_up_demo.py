@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tarfile
 import threading
@@ -14,7 +13,10 @@ import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from baton.testing.fleet import start_command
+from tests import forking_launcher
 from tests.forked_module import run_forked
+from tests.preloaded import TORCH, PreloadedProcess
 
 START_TIMEOUT_S = 120
 SMALL = ("--set", "engine.dtype=float32", "--set", "engine.num_threads=1")
@@ -28,31 +30,33 @@ def environment(tmp_path):
     return {**kept, "XDG_STATE_HOME": str(tmp_path / "state")}
 
 
+def launcher(arguments, environment, stderr):
+    """`baton up`, whose workers import nothing; one test starts it as a person does."""
+    return PreloadedProcess(TORCH, forking_launcher.__name__, arguments, environment, stderr)
+
+
 @contextmanager
-def up(tmp_path, *arguments):
+def up(tmp_path, *arguments, start=launcher):
     """A running `baton up`; killed at the end whatever happened."""
     with (tmp_path / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "baton.cli", "up", "--port", "0", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=environment(tmp_path),
-        )
+        process = start(["up", "--port", "0", *arguments], environment(tmp_path), stderr)
     try:
         yield process
     finally:
-        process.kill()
-        process.communicate()
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        process.stdout.close()
 
 
 def until_ready(process, tmp_path):
     """Everything that was printed until the launch is ready."""
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "Ctrl-C drains" in line:
-            return "".join(lines)
+    with os.fdopen(os.dup(process.stdout.fileno()), encoding="utf-8") as printed:
+        for line in printed:
+            lines.append(line)
+            if "Ctrl-C drains" in line:
+                return "".join(lines)
     raise AssertionError((tmp_path / "stderr").read_text("utf-8"))
 
 
@@ -205,7 +209,7 @@ def mapped_files(pids):
 
 
 def test_one_command_answers_drains_and_leaves_nothing(tmp_path):
-    with up(tmp_path) as process:
+    with up(tmp_path, start=start_command) as process:
         printed = until_ready(process, tmp_path)
         url = re.search(r"Baton answers at (http://127\.0\.0\.1:\d+)", printed)[1]
         assert f"curl -N {url}/v1/chat/completions" in printed
@@ -283,8 +287,8 @@ def test_nothing_survives_the_launchers_sudden_death(tmp_path):
     with up(tmp_path, *SMALL) as process:
         until_said(tmp_path, "waiting for prefill-0, decode-0, gateway")
         children = until_born(process.pid)
-        process.kill()
-        process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
         assert until_gone(children, timeout_s=30) == []
 
 
@@ -303,18 +307,10 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
 
 
 def baton(tmp_path, *arguments):
-    """A command to its end; `up` as a person starts it, others forked with their modules loaded."""
-    command = [sys.executable, "-m", "baton.cli", *arguments]
-    if arguments[0] != "up":
-        return run_forked(command, environment(tmp_path), START_TIMEOUT_S)
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment(tmp_path),
-        timeout=START_TIMEOUT_S,
-        check=False,
-    )
+    """A command to its end, forked with its modules loaded."""
+    module = forking_launcher.__name__ if arguments[0] == "up" else "baton.cli"
+    command = [sys.executable, "-m", module, *arguments]
+    return run_forked(command, environment(tmp_path), START_TIMEOUT_S)
 
 
 @contextmanager

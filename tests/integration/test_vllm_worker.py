@@ -1,6 +1,7 @@
 """`baton worker --engine vllm`: why it does not start, how it starts, and how it ends.
 
-One test starts it to the end by its command; others take processes that have vLLM loaded.
+One test starts it to the end by its command, and one begins so; others take processes that have
+vLLM loaded.
 """
 
 import asyncio
@@ -150,12 +151,18 @@ def has_engine(process):
 
 
 @pytest.mark.parametrize(
-    ("phase", "is_reached"),
-    [("importing vLLM", is_importing), ("starting vLLM's engine", has_engine)],
+    ("phase", "is_reached", "start"),
+    [
+        ("importing vLLM", is_importing, start_command),
+        ("starting vLLM's engine", has_engine, start_preloaded_vllm),
+    ],
     ids=["importing", "starting"],
 )
-def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(runtime, phase, is_reached):
-    with worker(runtime, "--set", POOL) as process:
+def test_ctrl_c_while_loading_leaves_at_once_and_nothing_behind(
+    runtime, monkeypatch, phase, is_reached, start
+):
+    monkeypatch.setenv("TESTS_START_METHOD", "spawn")  # as the command starts its engine
+    with worker(runtime, "--set", POOL, start=start) as process:
         until_said(process, runtime, "loading", phase)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not is_reached(process):

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.engines.gpu.page_copier import IndexedCopier, KernelCopier, LaunchShape
+from tests.examples import examples
 
 PAGE_BYTES = st.one_of(
     st.integers(1, 200), st.integers(1, 40).map(lambda n: 16 * n), st.integers(32_700, 32_800)
@@ -78,7 +79,7 @@ def check_case(copier, case, device="cpu"):
     assert (whole[start : start + len(expected)].cpu().numpy() == expected).all()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(75), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def check_indexed(case):
     check_case(IndexedCopier(), case)

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.engines.gpu.page_digester import digest_by_kernel, digest_by_torch
+from tests.examples import examples
 
 MASK = (1 << 64) - 1
 
@@ -65,7 +66,7 @@ def check_case(digest, case, device):
     assert [tuple(each) for each in found.cpu().numpy().astype(np.uint64).tolist()] == expected
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(75), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(max_bytes=2000))
 def check_torch(case):
     check_case(digest_by_torch, case, "cpu")

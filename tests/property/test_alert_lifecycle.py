@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.gateway.alerts.lifecycle import MAX_FOLLOWED, AlertLifecycle, Condition, Timing
 from baton.protocol.alerts import AlertName, AlertState
+from tests.examples import examples
 
 TIMINGS = {
     AlertName.LINK_DRIFT: Timing(for_s=10, keep_s=30),
@@ -66,7 +67,7 @@ class Lifecycle(RuleBasedStateMachine):
 
 
 TestLifecycle = Lifecycle.TestCase
-TestLifecycle.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLifecycle.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 
 
 def test_more_label_sets_than_are_followed_are_counted():

@@ -18,6 +18,7 @@ from baton.transfer.transports.cuda_ipc.copy_kernel import (
     count_parts,
     suits_kernel,
 )
+from tests.examples import examples
 from tests.property.ptx_interpreter import Memory, run_kernel
 
 BASE = 0x7F00_0000_0000
@@ -44,7 +45,7 @@ LONG_RUNS = np.array(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @example(LONG_RUNS, 2, 32, 2)
 @example(LONG_RUNS, 1, 96, 8)
 @given(

@@ -21,6 +21,7 @@ from baton.events.blocks import (
     WorkerBlockIndex,
 )
 from baton.events.sequence import Deliver, ReplayCause, RequestReplay, Sequencer
+from tests.examples import examples
 
 DOMAIN = EventDomain("test")
 BUFFER = 6
@@ -192,7 +193,7 @@ class SequencerMachine(RuleBasedStateMachine):
 
 
 SequencerMachine.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None
+    max_examples=examples(100), stateful_step_count=50, deadline=None
 )
 TestSequencer = SequencerMachine.TestCase
 

@@ -14,6 +14,7 @@ from baton.gateway.alerts.link_loss import (
     LossTest,
 )
 from baton.telemetry.transfer_report import SegmentCounts
+from tests.examples import examples
 
 LIMIT = 0.005
 
@@ -87,4 +88,4 @@ class Loss(RuleBasedStateMachine):
 
 
 TestLoss = Loss.TestCase
-TestLoss.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLoss.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)

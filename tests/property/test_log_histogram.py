@@ -18,6 +18,7 @@ from baton.telemetry.log_histogram import (
     BucketCounts,
     LogHistogram,
 )
+from tests.examples import examples
 
 if TYPE_CHECKING:
     import random
@@ -67,7 +68,7 @@ def test_what_was_added_since_then(before: list[float], after: list[float]) -> N
     assert whole.counts().minus(baseline) == histogram(after).counts()
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(15))
 @given(st.integers(0, 2**32), st.floats(1e-4, 1.0))
 def test_a_tail_of_two_percent_is_as_exact_as_ddsketch(seed: int, fast_s: float) -> None:
     rng = np.random.default_rng(seed)

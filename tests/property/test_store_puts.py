@@ -21,6 +21,7 @@ from baton.store.tiers.shared import SharedTier, SharedTierOptions
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of, read, scan
 from baton.testing.store_syscalls import failing
 from tests.contract.direct_tier import open_direct_tier
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +67,7 @@ def check_counts(tier: FolderTier) -> None:
         *(("shared", call) for call in ("open", "write", "ftruncate", "utime", "link")),
     ],
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(15))
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=8), at=st.integers(0, 7), error=ERRORS)
 def test_a_fault_costs_one_entry(
     kind: str, call: str, contents: Sequence[str], at: int, error: int
@@ -98,7 +99,7 @@ def test_a_fault_costs_one_entry(
 
 
 @pytest.mark.parametrize("kind", ["file", "shared"])
-@settings(max_examples=20)
+@settings(max_examples=examples(15))
 @given(batches=st.lists(st.lists(CONTENTS, max_size=8), max_size=6))
 def test_a_small_tier_has_what_it_states(kind: str, batches: Sequence[Sequence[str]]) -> None:
     with (

@@ -20,6 +20,7 @@ from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.folder.tier import FolderTier, FolderTierOptions
 from baton.store.interface import NO_TENANT, PutResult, TenantLabel, TierContext
 from baton.testing.store_contract import CONTRACT_KEY, body_of, name_of
+from tests.examples import examples
 
 CAPACITY = 40 * 4096
 SHARE = 0.3
@@ -120,7 +121,7 @@ class Users(RuleBasedStateMachine):
 
 
 TestUsers = Users.TestCase
-TestUsers.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestUsers.settings = settings(max_examples=examples(15), stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(st.tuples(tenants, st.integers(0, 2)), max_size=6), tenants)

@@ -14,6 +14,7 @@ from baton.kv.copies import BlockTable, PagedSequence
 from baton.kv.layout import DTYPE_BYTES, DType, KVLayout, LayerLayout, TensorParallelShard
 from baton.transfer.region import allocate_host_region, view_pages
 from tests.cpu import needs_fp8
+from tests.examples import examples
 from tests.lazy_modules import LazyModule, skip_without_vllm
 
 skip_without_vllm()
@@ -70,7 +71,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(20))
 @given(layouts(), st.data(), st.integers(0, 2**31))
 def test_what_the_kernel_writes_becomes_canonical_and_back(
     layout: KVLayout, data: st.DataObject, seed: int

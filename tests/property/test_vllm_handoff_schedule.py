@@ -37,6 +37,7 @@ from baton.telemetry.handoff_metrics import HandoffInstruments, ReceivePaths
 from baton.telemetry.trace import TraceRing
 from baton.telemetry.transfers import TransferTable
 from baton.testing.clocks import ManualClock
+from tests.examples import examples
 from tests.tickets import issue
 from tests.unit.engines_vllm.scripted_port import ScriptedPort, SettlingEvent
 
@@ -390,5 +391,7 @@ class VllmMachine(RuleBasedStateMachine):
         return [r for r in self.requests.values() if r.status is Status.RUNNING]
 
 
-VllmMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+VllmMachine.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)
 TestVllm = VllmMachine.TestCase

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from baton.engines.vllm.rank_handoffs import MAX_REPORT_DELAY_S
 from baton.engines.vllm.step_orders import Progress, StartSend, StepOrders
+from tests.examples import examples
 from tests.unit.engines_vllm.test_rank_handoffs import ID, make_harness, prompt
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def steps() -> st.SearchStrategy[Step]:
     return st.builds(Step, st.lists(st.tuples(names, pauses), max_size=6), st.booleans())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(150))
 @given(chunks=st.lists(steps(), min_size=1, max_size=4), on_gpu=st.booleans())
 def test_each_layer_of_each_step_is_reported_once_behind_what_computed_it(
     chunks: Sequence[Step], *, on_gpu: bool

@@ -29,6 +29,7 @@ from baton.handoff.interface import EngineSteps, KeepOrder, LoadOrder, LookupOrd
 from baton.handoff.read_prefixes import ReadOrder
 from baton.kv.identity import Adapter
 from baton.testing.clocks import ManualClock
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -523,6 +524,10 @@ class OneThreadMachine(VllmMachine):
 
 
 TestVllmPrefixes = VllmMachine.TestCase
-TestVllmPrefixes.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestVllmPrefixes.settings = settings(
+    max_examples=examples(75), stateful_step_count=40, deadline=None
+)
 TestOnOneThread = OneThreadMachine.TestCase
-TestOnOneThread.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestOnOneThread.settings = settings(
+    max_examples=examples(50), stateful_step_count=40, deadline=None
+)

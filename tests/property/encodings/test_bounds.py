@@ -15,6 +15,7 @@ from baton.encodings.int4 import RUN_TOKENS
 from baton.encodings.interface import ENCODINGS, open_encoding
 from baton.errors import ConfigError, ProtocolError
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+from tests.examples import examples
 
 KINDS = ENCODINGS.kinds()
 EXACT = [kind for kind in KINDS if ENCODINGS.build(kind, {}).is_exact]
@@ -112,7 +113,7 @@ def int4_step(group: np.ndarray, axis: int) -> np.ndarray:
 @given(layouts(), st.integers(0, 3), st.integers(0, 1 << 30), st.integers(-140, 120))
 @example(KVLayout.gqa(2, 2, 8, block_size=4, dtype="float16"), 2, 0, 15)
 @example(KVLayout.gqa(2, 2, 8, block_size=4, dtype="bfloat16"), 2, 0, 119)
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 def test_error_is_bounded(
     kind: str, layout: KVLayout, num_blocks: int, seed: int, exponent: int
 ) -> None:
@@ -181,7 +182,7 @@ def test_zeros_stay_zeros(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", EXACT)
 @given(st.binary(min_size=48, max_size=48), st.sampled_from(sorted(DTYPES)))
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 def test_an_exact_encoding_keeps_every_bit(kind: str, data: bytes, dtype: str) -> None:
     """NaN's payloads and the sign of zero, too."""
     layout = KVLayout.mla(1, 3, block_size=48 // 3 // np.dtype(DTYPES[dtype]).itemsize, dtype=dtype)
@@ -191,7 +192,7 @@ def test_an_exact_encoding_keeps_every_bit(kind: str, data: bytes, dtype: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.binary(max_size=300))
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_other_bytes_decode_to_something_or_are_refused(kind: str, data: bytes) -> None:
     """Nothing else is raised, and nothing is written beyond the block."""
     layout = KVLayout.gqa(1, 2, 5, block_size=3, dtype="bfloat16")

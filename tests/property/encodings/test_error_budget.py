@@ -18,6 +18,7 @@ from baton.encodings.error_budget import (
 from baton.encodings.interface import ENCODINGS
 from baton.encodings.reference import make_reference_kv
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+from tests.examples import examples
 
 LLAMA = KVLayout.gqa(32, 8, 128, block_size=64, dtype="bfloat16")
 layouts = st.builds(
@@ -46,7 +47,7 @@ def draw_like_reference(layout: KVLayout, seed: int) -> np.ndarray:
 
 
 @given(layouts, budgets, st.integers(0, 1 << 30))
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_the_error_of_other_kv_keeps_the_budget(layout: KVLayout, budget: float, seed: int) -> None:
     blocks = draw_like_reference(layout, seed)
     for encoding in (find_smallest(budget, layout), *find_for_links(budget, layout)):
@@ -57,7 +58,7 @@ def test_the_error_of_other_kv_keeps_the_budget(layout: KVLayout, budget: float,
 
 
 @given(layouts, budgets)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_links_have_what_encodes_each_token_by_itself(layout: KVLayout, budget: float) -> None:
     within = {each.encoding.name: each for each in list_within(budget, layout)}
     chosen = [within[each.name] for each in find_for_links(budget, layout)]
@@ -67,7 +68,7 @@ def test_links_have_what_encodes_each_token_by_itself(layout: KVLayout, budget: 
 
 
 @given(layouts, budgets, budgets)
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 def test_a_larger_budget_never_takes_more_bytes(layout: KVLayout, one: float, other: float) -> None:
     shares = [
         measure(find_smallest(budget, layout), layout).share for budget in sorted((one, other))

@@ -19,6 +19,7 @@ from baton.ids import Epoch, WorkerId
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
 from baton.worker.fence import MembershipFence, Standing
+from tests.examples import examples
 
 LEASE_S = 3.0
 INTERVAL_S = LEASE_S / 3
@@ -71,7 +72,7 @@ class Life:
 
 
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_a_worker_is_fenced_before_a_gateway_that_accepted_it_gives_its_name_away(
     data: st.DataObject,
 ) -> None:
@@ -147,7 +148,7 @@ def check_held(
     known=st.lists(st.lists(st.integers(1, 5), min_size=4, max_size=4), min_size=2, max_size=5),
     pairs=st.randoms(use_true_random=False),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_gateways_that_exchange_come_to_know_the_same(known: list[list[int]], pairs) -> None:
     """Each gateway begins with other announcements of four workers; then pairs exchange."""
     tables = [LeaseTable() for _ in known]

@@ -13,6 +13,7 @@ from baton.gateway.members.lease_table import LOOK_S, OVERDUE_SHARE, LeaseTable,
 from baton.ids import Epoch, WorkerId
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
+from tests.examples import examples
 
 NAMES = ("a", "b", "c", "d")
 MAX_NAMES = 3
@@ -129,11 +130,11 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLeases.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 
 
 @given(renewals=st.lists(st.floats(0, 6), max_size=8), lease_s=st.floats(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_one_whose_renewal_is_missing_is_found_at_once_and_each_half_second(
     renewals: list[float], lease_s: float
 ) -> None:

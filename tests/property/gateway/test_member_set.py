@@ -12,6 +12,7 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import WorkerAddress
 from baton.gateway.workers import Draining, Pending, Rejected, Up, Workers
 from baton.protocol.worker_http import Role
+from tests.examples import examples
 from tests.unit.gateway.test_workers import info
 
 SOURCES = (CONFIGURED, "file:/a", "dns:decode=b:1")
@@ -148,7 +149,7 @@ class Lists(RuleBasedStateMachine):
 
 
 TestLists = Lists.TestCase
-TestLists.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLists.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 
 
 def test_a_drain_that_a_worker_reports_is_kept_when_it_is_listed_again():

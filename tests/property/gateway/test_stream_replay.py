@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from baton.gateway.errors import ReplayDiffersError, WorkerReportedError
 from baton.gateway.stream_record import MAX_RECORD_BYTES, RecordBudget, StreamRecord
 from baton.gateway.stream_replay import Replay
+from tests.examples import examples
 from tests.stream_answers import StreamedAnswer
 
 TEXT = st.text('ab é\n"\\:{}😀', max_size=6)
@@ -93,7 +94,7 @@ SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 CUTS = st.lists(st.integers(0, 10_000), max_size=6)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 @given(steps(), SIZES, SIZES, CUTS, CUTS, st.data(), st.booleans())
 def test_a_replay_adds_what_the_client_lacks_and_nothing_twice(
     steps: list[dict[str, Any]],

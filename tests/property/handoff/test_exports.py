@@ -52,6 +52,7 @@ from baton.handoff.session.actions import (
 from baton.handoff.session.receive import ReceiveSession
 from baton.handoff.session.send import SendSession
 from baton.ids import Epoch, TicketId, WorkerId
+from tests.examples import examples
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 BORROWER, LENDER = (WorkerId("d"), Epoch("ed")), Epoch("ep")
@@ -389,7 +390,7 @@ class LoanWorld(RuleBasedStateMachine):
 
 
 LoanWorld.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=examples(75),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -21,6 +21,7 @@ from baton.handoff.messages import Finished, Keepalive
 from baton.handoff.session.actions import TransferPlan
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
+from tests.examples import examples
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 TIMEOUT_S = 8.0
@@ -165,5 +166,7 @@ class PatienceWorld(RuleBasedStateMachine):
             assert self.receiver.deadline == before
 
 
-PatienceWorld.TestCase.settings = settings(max_examples=50, stateful_step_count=15, deadline=None)
+PatienceWorld.TestCase.settings = settings(
+    max_examples=examples(25), stateful_step_count=15, deadline=None
+)
 TestPatienceWorld = PatienceWorld.TestCase

@@ -17,6 +17,7 @@ from baton.handoff.session.actions import Emit, SendMessage, TransferPlan
 from baton.handoff.session.lease import LEASE_STAGE
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import SendSession
+from tests.examples import examples
 from tests.unit.handoff.orders import PROMPT_HASH, make_ticket, receive_order, send_order
 
 LEASE_S = 10.0
@@ -142,5 +143,7 @@ class LeaseWorld(RuleBasedStateMachine):
             assert not self.sender.renew(self.there)
 
 
-LeaseWorld.TestCase.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+LeaseWorld.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=30, deadline=None
+)
 TestLeaseWorld = LeaseWorld.TestCase

@@ -25,6 +25,7 @@ from baton.kv.identity import HashDomain
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 from baton.store.entry_format import EntryFormat
 from baton.transfer.region import allocate_host_region, release_region, view_pages
+from tests.examples import examples
 from tests.integration.handoff_nodes import ConvertedPages
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def test_a_page_whose_tokens_come_in_two_batches_keeps_both(
     target.close()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(data=st.data(), shape=st.sampled_from(list(LAYERS)), num_tokens=st.integers(1, 60))
 def test_what_one_engine_keeps_another_takes(
     data: st.DataObject, shape: str, num_tokens: int

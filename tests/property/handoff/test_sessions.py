@@ -71,6 +71,7 @@ from baton.handoff.session.actions import (
 from baton.handoff.session.receive import ReceivePhase, ReceiveSession
 from baton.handoff.session.send import LayersWritten, SendPhase, SendSession
 from baton.transfer.interface import TransferId
+from tests.examples import examples
 from tests.unit.handoff.orders import make_ticket, receive_order, send_order
 
 NUM_LAYERS = 3
@@ -805,7 +806,7 @@ class HandoffWorld(RuleBasedStateMachine):
 
 
 HandoffWorld.TestCase.settings = settings(
-    max_examples=600,
+    max_examples=examples(300),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -29,13 +29,14 @@ from baton.kv.copies import (
 from baton.kv.digest import DIGEST_BYTES, PieceDigests, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard, check_compatible
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_TOKENS = 120
 SPARE_BLOCKS = 3
-QUICK = settings(max_examples=100, deadline=None)
+QUICK = settings(max_examples=examples(50), deadline=None)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.kv.digest_table import NO_ROW, DigestTable
 from baton.kv.row_order import RowOrder
+from tests.examples import examples
 
 MANY = 1000
 
@@ -83,10 +84,10 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=20, stateful_step_count=15, deadline=None)
+TestTable.settings = settings(max_examples=examples(15), stateful_step_count=15, deadline=None)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, MANY), st.randoms(use_true_random=False))
 def test_it_grows_and_rows_are_used_again(num_gone, random):
     table = DigestTable()

@@ -9,8 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from baton.kv.identity import HashDomain, compute_block_hashes, compute_prompt_hash
+from tests.examples import examples
 
-QUICK = settings(max_examples=100, deadline=None)
+QUICK = settings(max_examples=examples(50), deadline=None)
 
 names = st.text(max_size=6)
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(lambda t: np.array(t, np.int32))

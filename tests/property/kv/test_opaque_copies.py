@@ -20,12 +20,13 @@ from baton.kv.copies import (
 from baton.kv.digest import DIGEST_BYTES, compute_digests, locate_pieces
 from baton.kv.geometry import page_geometry, shared_heads
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_TOKENS = 60
-QUICK = settings(max_examples=150, deadline=None)
+QUICK = settings(max_examples=examples(75), deadline=None)
 
 
 @dataclass(frozen=True)

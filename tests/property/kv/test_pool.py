@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from baton.errors import BlockStateError
 from baton.kv.identity import BlockHash, HashDomain, compute_block_hashes
 from baton.kv.pool import BlockPool
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from baton.kv.blocks import InFlightBlocks, QuarantinedBlocks, QuiescentBlocks, ReservedBlocks
@@ -203,5 +204,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_BLOCKS - len(busy)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(
+    max_examples=examples(30), stateful_step_count=40, deadline=None
+)
 TestPool = PoolMachine.TestCase

@@ -18,8 +18,9 @@ from baton.kv.copies import (
     compute_page_copies,
 )
 from baton.kv.layout import KVLayout, LayerLayout
+from tests.examples import examples
 
-QUICK = settings(max_examples=150, deadline=None)
+QUICK = settings(max_examples=examples(75), deadline=None)
 NUM_PAGES = 300
 WIDE, NARROW = (LayerLayout.gqa(num_kv_heads=2, head_dim=dim, v_head_dim=dim) for dim in (4, 2))
 LAYERS = (WIDE, WIDE, NARROW, WIDE)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.router.arrivals import Arrivals
+from tests.examples import examples
 
 DURATIONS = {
     "constant": lambda _: 1.0,
@@ -97,7 +98,7 @@ def one_by_one(num, within_s, since_s=0.0):
     return [since_s + within_s * at / num for at in range(num)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(seeds, durations, st.floats(1.0, 60.0), st.sampled_from([poisson, bursts]))
 def test_independent_arrivals_are_not_taken_for_closed_loops(seed, lasts, per_s, arrive):
     rng = Random(seed)
@@ -105,7 +106,7 @@ def test_independent_arrivals_are_not_taken_for_closed_loops(seed, lasts, per_s,
     check_open(looks)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(seeds, durations, st.integers(4, 48), st.floats(0.7, 1.5))
 def test_nor_near_saturation(seed, lasts, num_servers, busy):
     """Where as many are served as can be, or more come: ends have more equal intervals."""
@@ -115,7 +116,7 @@ def test_nor_near_saturation(seed, lasts, num_servers, busy):
     check_open(looks)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(seeds, durations, st.integers(4, 64), st.floats(0.0, 0.05))
 def test_closed_loops_are_recognized(seed, lasts, num, pause_s):
     """Of clients that begin one after another, also where they pause for a moment."""
@@ -124,7 +125,7 @@ def test_closed_loops_are_recognized(seed, lasts, num, pause_s):
     assert max(looks.open_at) <= SETTLED_S
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(15))
 @given(seeds, st.integers(3, 64))
 def test_waves_are_no_changes(seed, num):
     """All end within some milliseconds, and all begin anew within some more."""
@@ -137,7 +138,7 @@ def test_waves_are_no_changes(seed, num):
     assert max(Looks(requests).open_at) <= SETTLED_S
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(seeds, durations, st.integers(4, 32))
 def test_more_clients_are_no_independent_arrivals_for_long(seed, lasts, num):
     begins = [*one_by_one(num, 0.5), *one_by_one(num, 0.5, since_s=30.0)]
@@ -145,7 +146,7 @@ def test_more_clients_are_no_independent_arrivals_for_long(seed, lasts, num):
     assert max(looks.open_at) <= 30.0 + SETTLED_S
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(seeds, durations, st.floats(3.0, 20.0))
 def test_clients_that_pause_for_long_are_like_independent_arrivals(seed, lasts, pause_s):
     """Each is served for a second, and reads for some: about four are served at a time."""
@@ -163,7 +164,7 @@ def test_a_pause_of_all_clients_is_no_change():
     assert {at for at in looks.open_at if SETTLED_S < at < 30.0 or at > 40.0 + SETTLED_S} == set()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(
     seeds,
     st.sampled_from(["constant", "between 0.5 and 1.5"]),

@@ -34,6 +34,8 @@ LOADS = {
     "long prompts, more": (2048, 32, 16),
     "long answers": (128, 512, 16),
 }
+IN_CHAOS = {"balanced", "long prompts, more"}
+"""`make test` has the others: of balanced loads the larger one, of long prompts the smaller one."""
 
 
 def view(name, role=Role.BOTH, topology=""):
@@ -56,7 +58,13 @@ def simulate(policy, views, load):
     return len(ended) / 70.0, simulation
 
 
-@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(load, id=name, marks=pytest.mark.every if name in IN_CHAOS else ())
+        for name, load in LOADS.items()
+    ],
+)
 def test_it_serves_as_much_as_the_better_of_replicas_and_the_best_split(load):
     fixed = [simulate(RoundRobin(), [view(f"w{n}") for n in range(4)], load)[0]]
     for num_prefill in (1, 2, 3):

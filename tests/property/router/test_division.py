@@ -21,6 +21,7 @@ from baton.router.placement import Placement
 from baton.router.simple import RoundRobin
 from baton.sim.router.sessions import Session, TokenRun, Turn
 from baton.sim.router.simulation import Simulation
+from tests.examples import examples
 from tests.property.router.division_world import COSTS, World, replicas, split
 
 
@@ -43,14 +44,18 @@ CASES = {
 }
 
 
+IN_TESTS = {  # `make chaos` has all cases, with two workers and with four
+    ("long prompts, tight TPOT", 4),
+    ("long prompts, loose TPOT", 2),
+    ("balanced, tight", 2),
+    ("long answers", 2),
+    ("one at a time", 2),
+}
 CELLS = [
     pytest.param(case, num, id=f"{name}-{num}", marks=marks)
     for name, case in CASES.items()
-    for num, marks in (
-        (2, ()),
-        # `make chaos` has four in the other cases, too.
-        (4, () if name == "long prompts, tight TPOT" else pytest.mark.every),
-    )
+    for num in (2, 4)
+    for marks in (() if (name, num) in IN_TESTS else pytest.mark.every,)
 ]
 
 
@@ -78,7 +83,7 @@ PIECE_S = COSTS.chunk_tokens * COSTS.prefill_token_s
     ("num_tokens", "num_answer_tokens", "num_workers"),
     [
         (2048, 32, 2),
-        (2048, 128, 4),
+        pytest.param(2048, 128, 4, marks=pytest.mark.every),
         pytest.param(2048, 32, 4, marks=pytest.mark.every),
         pytest.param(2048, 128, 2, marks=pytest.mark.every),
     ],
@@ -127,7 +132,7 @@ def replay(policy, views, requests, ttft_s, tpot_s):
     return len(good) / len(outcomes), seen
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.every)])
 def test_independent_arrivals_are_divided_where_more_of_them_are_good(seed):
     """Long prompts delay the tokens of answers beyond their limit."""
     limits, load = (3.0, 0.016), (600, seed, 3.0, 2048, 32)
@@ -141,7 +146,8 @@ def test_independent_arrivals_are_divided_where_more_of_them_are_good(seed):
 
 
 @pytest.mark.parametrize(
-    ("per_s", "num_tokens", "num_answer_tokens"), [(16.0, 512, 128), (7.0, 1100, 210)]
+    ("per_s", "num_tokens", "num_answer_tokens"),
+    [(16.0, 512, 128), pytest.param(7.0, 1100, 210, marks=pytest.mark.every)],
 )
 def test_no_division_is_tried_for_independent_arrivals_that_are_good_without(
     per_s, num_tokens, num_answer_tokens
@@ -294,7 +300,7 @@ def test_for_throughput_there_is_no_division():
     assert policy._divisions == {}
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 @given(
     demand=st.builds(
         Demand,

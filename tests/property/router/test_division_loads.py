@@ -50,7 +50,7 @@ def adaptive(tpot_s=TPOT_S):
     return CostPolicy(CostOptions(ttft_s=TTFT_S, tpot_s=tpot_s))
 
 
-@pytest.mark.parametrize("pause_s", [30.0, 3.0])
+@pytest.mark.parametrize("pause_s", [pytest.param(30.0, marks=pytest.mark.every), 3.0])
 def test_each_load_has_its_division_from_the_second_time_on(pause_s):
     """One worker for prefill suits the few with long prompts, and not the many with short ones."""
     many_by_replicas = min(bursts(RoundRobin(), replicas(2), pause_s)[1][1:])
@@ -68,6 +68,8 @@ WITHOUT_A_PAUSE = {
     "few and many short prompts": ((4, 512, 128), SHORT_PROMPTS),
 }
 
+IN_TESTS = {"few long prompts, many short ones", "few and many short prompts"}
+
 
 @pytest.mark.parametrize(
     ("num_workers", "seed"),
@@ -77,7 +79,13 @@ WITHOUT_A_PAUSE = {
         pytest.param(4, 0, marks=pytest.mark.every),
     ],
 )
-@pytest.mark.parametrize("loads", WITHOUT_A_PAUSE.values(), ids=WITHOUT_A_PAUSE)
+@pytest.mark.parametrize(
+    "loads",
+    [
+        pytest.param(loads, id=name, marks=() if name in IN_TESTS else pytest.mark.every)
+        for name, loads in WITHOUT_A_PAUSE.items()
+    ],
+)
 def test_loads_that_follow_each_other_at_once_have_their_divisions(loads, num_workers, seed):
     """From the second time on, compared with the best division of each burst.
 
@@ -113,7 +121,7 @@ def test_where_no_division_keeps_a_limit_trials_become_rare():
     costs = msgspec.structs.replace(STEPS_OF_GPUS, **slow)
     policy = adaptive(tpot_s=0.02)
     world, seen = World(policy, replicas(4), 512, 32, costs), []
-    for until_s in range(1, 400):
+    for until_s in range(1, 300):
         world.run(32, float(until_s))
         seen.append(len(policy._divisions["demo"].prefills))
     assert set(seen) == {0, 1, 2, 3}

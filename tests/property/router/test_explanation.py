@@ -22,6 +22,7 @@ from baton.router.load import FleetLoad
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
 from baton.router.prefix import PrefixOptions, PrefixPolicy
 from baton.router.simple import LeastLoaded, RandomChoice, RoundRobin
+from tests.examples import examples
 from tests.property.router.test_cost import (
     NOW,
     fleets,
@@ -74,7 +75,7 @@ def alternatives(worker_views):
 
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(worker_views=fleets, given=work, asked=st.lists(requests, min_size=1, max_size=5))
 def test_nothing_is_changed_and_who_is_chosen_is_placed_next(make, worker_views, given, asked):
     fleet, load, other_load = Fleet.of(worker_views), loaded(given), loaded(given)

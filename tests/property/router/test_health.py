@@ -30,6 +30,7 @@ from baton.router.health import (
 from baton.router.load import FleetLoad
 from baton.router.placement import POLICIES, Placement, PlacementRequest
 from baton.router.simple import LeastLoaded, RoundRobin
+from tests.examples import examples
 
 OPTIONS = HealthOptions(ejection_s=5.0, slow_start_s=10.0)
 INDEX = st.integers(0, 7)
@@ -252,7 +253,7 @@ def view(
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(st.integers(1, 4), st.floats(0, 12))
 def test_in_a_slow_start_a_worker_takes_its_share_of_its_turns(num_others: int, at: float) -> None:
     slow = SlowStart(0.0, 10.0)

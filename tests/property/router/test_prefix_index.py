@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.kv.prefix_names import NUM_PLACES, PrefixNames
 from baton.router.prefix_index import PrefixIndex
+from tests.examples import examples
 
 NAMES = PrefixNames(b"a secret of sixteen bytes")
 WORKERS = [f"w{i}" for i in range(4)]
@@ -72,7 +73,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.num_blocks == 0, "blocks that no worker holds were kept"
 
 
-IndexMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+IndexMachine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=40)
 TestIndex = IndexMachine.TestCase
 
 

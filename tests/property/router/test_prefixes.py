@@ -38,6 +38,7 @@ from baton.router.prefixes import (
     ModelPrefixes,
 )
 from baton.router.worker_prefixes import MEDIA
+from tests.examples import examples
 
 DOMAIN = EventDomain("test/sha256")
 NAMES = PrefixNames(b"a secret of sixteen bytes")
@@ -267,7 +268,7 @@ def engine_hash(block) -> bytes:
 
 
 TestPrefixes = PrefixesMachine.TestCase
-TestPrefixes.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPrefixes.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 
 
 def test_a_gap_in_what_is_held_ends_the_prefix():
@@ -341,6 +342,16 @@ def test_what_is_used_again_at_a_worker_without_events_is_expected_from_then_on(
     assert prefixes.find(prompts[0], "", end).cached == {}
     assert prefixes.num_blocks == 0
     assert prefixes._until == {"mute": {}}
+
+
+def test_blocks_without_tokens_are_ignored_and_what_follows_is_not():
+    """vLLM reports blocks of an unknown size so."""
+    prefixes = ModelPrefixes(NAMES)
+    feed = prefixes.follow(WorkerId("a"))
+    feed.apply(BlockStored(DOMAIN, (b"x",), None, b"", 0, DEFAULT_MEDIUM, 0))
+    assert (feed.num_ignored, feed.reported) == (1, set())
+    feed.apply(BlockStored(DOMAIN, (b"x",), None, pack_ids(range(2)), 2, DEFAULT_MEDIUM, 0))
+    assert len(feed.reported) == 1
 
 
 def test_a_prompt_that_another_gateway_placed_is_expected_for_a_while():

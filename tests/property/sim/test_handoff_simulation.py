@@ -16,7 +16,7 @@ from tests.property.sim.planted import PLANTED, double_completion, no_digest_che
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FIRST_SEED, NUM_CHUNKS, SEEDS_IN_CHUNK = 10_900, 5, 100
+FIRST_SEED, NUM_CHUNKS, SEEDS_IN_CHUNK = 10_950, 5, 50
 """`make simulate` runs 100,000 of them, each night. In these every event is drawn soon."""
 MAX_SEEDS = 800
 

@@ -22,6 +22,7 @@ from baton.sim.router.costs import SimulatedCosts
 from baton.sim.router.outcomes import summarize
 from baton.sim.router.sessions import Session, TokenRun, TokenWriter, Turn
 from baton.sim.router.simulation import NoRoomError, Simulation
+from tests.examples import examples
 
 POLICIES = {
     "round_robin": RoundRobin,
@@ -66,7 +67,7 @@ def outcomes_of(policy, asked, costs=None, *, roles="both", seed=0, num_clients=
 
 @pytest.mark.parametrize("roles", ["both", "1p2d"])
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
-@settings(max_examples=25)
+@settings(max_examples=examples(15))
 @given(asked=sessions, num_blocks=st.integers(60, 200), num_clients=st.sampled_from([None, 3]))
 def test_every_request_is_answered_also_where_blocks_are_short(
     make, roles, asked, num_blocks, num_clients
@@ -83,7 +84,7 @@ def test_every_request_is_answered_also_where_blocks_are_short(
             assert each.prefill is not None
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(asked=sessions)
 def test_events_name_what_a_worker_holds(asked):
     """What was stored and not removed, by the events alone, is what its cache finds."""
@@ -132,8 +133,8 @@ def conversations(num):
 def test_policies_that_look_at_prefixes_save_more_than_turns(asked):
     asked = list(asked)
     saved, ttft_s = {}, {}
-    for name, make in POLICIES.items():
-        found = summarize(outcomes_of(make(), asked), 2.0, 0.1)
+    for name in ("round_robin", "prefix", "cost"):
+        found = summarize(outcomes_of(POLICIES[name](), asked), 2.0, 0.1)
         saved[name] = found.saved_tokens / found.prompt_tokens
         ttft_s[name] = found.ttft_s.p50
     for name in ("prefix", "cost"):
@@ -166,19 +167,37 @@ NOISY = msgspec.structs.replace(SMALL, jitter=1.0)
 SHARED = msgspec.structs.replace(SMALL, jitter=0.7, num_processors=2)
 
 
+TRAFFIC = {  # how much of it in `make test`, and in `make chaos`
+    "talks": (talks, 100, 150),
+    "8 beginnings": (beginnings(8), 400, 700),
+    "20 beginnings": (beginnings(20), 400, 700),
+}
+LOADS = {  # costs, runs, and what may be lost of the requests a second and of TTFT
+    "exact": (SMALL, 1, 0.98, 1.02),  # without noise each seed gives the same
+    "shared processors": (SHARED, 1, 0.98, 1.1),
+    "shared processors thrice": (SHARED, 3, 0.98, 1.1),
+    "noise": (NOISY, 3, 0.96, 1.35),  # what is learned is noisy
+}
+IN_TESTS = {
+    ("talks", "exact"),
+    ("talks", "shared processors"),
+    ("8 beginnings", "exact"),
+    ("20 beginnings", "shared processors"),
+}
+
+
+def make_cells():
+    for traffic, (asked, num_in_tests, num_in_chaos) in TRAFFIC.items():
+        for load, costs in LOADS.items():
+            name = f"{traffic}-{load}"
+            if (traffic, load) in IN_TESTS:
+                yield pytest.param(asked, num_in_tests, *costs, id=name)
+            else:
+                yield pytest.param(asked, num_in_chaos, *costs, id=name, marks=pytest.mark.every)
+
+
 @pytest.mark.parametrize(
-    ("costs", "num_seeds", "least_rate", "most_ttft"),
-    [
-        (SMALL, 1, 0.98, 1.02),  # without noise each seed gives the same
-        (SHARED, 3, 0.98, 1.1),
-        pytest.param(NOISY, 3, 0.96, 1.35, marks=pytest.mark.every),  # what is learned is noisy
-    ],
-    ids=["exact", "shared processors", "noise"],
-)
-@pytest.mark.parametrize(
-    ("asked", "num"),
-    [(talks, 150), (beginnings(8), 700), (beginnings(20), 700)],
-    ids=["talks", "8 beginnings", "20 beginnings"],
+    ("asked", "num", "costs", "num_seeds", "least_rate", "most_ttft"), [*make_cells()]
 )
 def test_costs_are_no_worse_than_prefixes_where_caches_decide(
     asked, num, costs, num_seeds, least_rate, most_ttft
@@ -266,7 +285,7 @@ def long_prompts(num, seed):
         yield Session((turn,), arrival_s=at)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.every)])
 def test_near_saturation_costs_leave_no_prompt_waiting(seed):
     """Of the decode workers of a division, few would have room for the KV of such prompts."""
     costs = SimulatedCosts(prefill_token_s=5e-5, block_size=512, kv_tokens=300_000)
@@ -383,7 +402,7 @@ def test_a_cache_holds_no_more_than_it_has(needs, num_blocks):
         assert cache.reserve([], 0, num_blocks) is not None, "all of it can be had again"
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(asked=sessions, num_blocks=st.integers(60, 200), num_stored=st.integers(1, 300))
 def test_what_stores_hold_is_known_in_the_end(asked, num_blocks, num_stored):
     """Two stores, each of two workers, that may be far too small."""
@@ -430,7 +449,7 @@ def test_a_policy_that_knows_the_store_has_the_first_token_earlier():
     found = {}
     for count_stored in (True, False):
         policy = CostPolicy(CostOptions(count_stored=count_stored))
-        outcomes = outcomes_of(policy, list(pausing_conversations(120)), costs)
+        outcomes = outcomes_of(policy, list(pausing_conversations(60)), costs)
         assert sum(each.num_loaded > 0 for each in outcomes) > 10
         found[count_stored] = summarize(outcomes, 2.0, 0.1).ttft_s
     assert found[True].p50 < 0.8 * found[False].p50

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from baton.transfer.links.choice import Chooser
 from baton.transfer.links.cost_model import LinkModel, TransferShape
+from tests.examples import examples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +104,7 @@ def survey(world: World, error: float = 0.03) -> Worker:
 
 
 @given(seeds)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 def test_transfers_do_not_unlearn_what_the_survey_had_right(seed: int) -> None:
     worker = survey(make_world(np.random.default_rng(seed)))
     regrets = worker.live(NUM_ROUNDS)

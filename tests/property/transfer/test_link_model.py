@@ -17,6 +17,7 @@ from baton.transfer.links.cost_model import (
     fit,
 )
 from baton.transfer.links.probes import PLAN, ProbeBounds, ProbeSeries
+from tests.examples import examples
 
 models = st.tuples(st.floats(1e-6, 1e-2), st.floats(1e-8, 1e-5), st.floats(1 / 50e9, 1 / 50e6)).map(
     lambda costs: LinkModel(*costs)
@@ -42,7 +43,7 @@ def check_sane(model: LinkModel, some: TransferShape, other: TransferShape) -> N
 
 
 @given(st.lists(st.tuples(shapes, times), max_size=30), priors, shapes, shapes)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 def test_whatever_was_seen_the_model_is_monotone_and_positive(
     seen: list[tuple[TransferShape, float]],
     prior: LinkModel,
@@ -58,7 +59,7 @@ def test_whatever_was_seen_the_model_is_monotone_and_positive(
 
 
 @given(models, st.integers(0, 2**32 - 1), priors)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_a_fit_finds_a_planted_link_in_noise(
     planted: LinkModel, seed: int, prior: LinkModel
 ) -> None:
@@ -78,7 +79,7 @@ def test_a_fit_finds_a_planted_link_in_noise(
 
 
 @given(models, st.integers(0, 2**32 - 1), priors, st.floats(0.0, 0.7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_survey_of_a_busy_machine_finds_the_link_beneath(
     planted: LinkModel, seed: int, prior: LinkModel, busy: float
 ) -> None:
@@ -102,7 +103,7 @@ def test_a_survey_of_a_busy_machine_finds_the_link_beneath(
 
 
 @given(models, st.integers(1, 6), st.integers(0, 2**32 - 1), priors)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_no_bandwidth_is_invented_from_small_probes(
     planted: LinkModel, num_samples: int, seed: int, prior: LinkModel
 ) -> None:
@@ -118,7 +119,7 @@ def test_no_bandwidth_is_invented_from_small_probes(
 
 
 @given(links, models, st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_transfers_teach_what_the_link_has_become(
     before: LinkModel, after: LinkModel, seed: int
 ) -> None:
@@ -131,7 +132,7 @@ def test_transfers_teach_what_the_link_has_become(
 
 
 @given(links, shapes, st.floats(2.0, 1e6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_one_outlier_moves_little(model: LinkModel, shape: TransferShape, factor: float) -> None:
     settled = model
     for _ in range(40):
@@ -160,7 +161,7 @@ def test_what_one_shape_taught_a_measured_link_says_nothing_of_others(
 
 
 @given(models, models, models, st.lists(shapes, min_size=1, max_size=6), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_whatever_the_survey_said_transfers_lead_to_the_best_link(
     surveyed: LinkModel, first: LinkModel, second: LinkModel, wanted: list[TransferShape], seed: int
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from baton.auth.replay import MAX_ISSUERS, WINDOW, TicketUse, UsedTickets
 from baton.auth.ticket import TicketIssue
 from baton.ids import Epoch, new_epoch
+from tests.examples import examples
 
 SMALL_WINDOW = 64
 LIFETIME_S = 10.0
@@ -49,7 +50,7 @@ class UsedTicketsMachine(RuleBasedStateMachine):
         known.add(number)
 
 
-UsedTicketsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
+UsedTicketsMachine.TestCase.settings = settings(max_examples=examples(75), stateful_step_count=60)
 TestUsedTickets = UsedTicketsMachine.TestCase
 
 

@@ -15,6 +15,7 @@ from baton.engines.transformers.attention import Span  # noqa: E402
 from baton.engines.transformers.model_runner import PagedModel  # noqa: E402
 from baton.engines.transformers.pages import MirroredPages, allocate_pages  # noqa: E402
 from baton.errors import TransferError  # noqa: E402
+from tests.examples import examples  # noqa: E402
 from tests.unit.engines.harness import make_prompt, tiny_llama  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def random_pages(seed: int) -> torch.Tensor:
     return torch.from_numpy(numbers)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(pages=INDICES, at=INDICES, staging_bytes=st.sampled_from([1, 100, 1 << 20]))
 def test_pages_go_where_they_should(pages: list[int], at: list[int], staging_bytes: int) -> None:
     num_pages = min(len(pages), len(at))

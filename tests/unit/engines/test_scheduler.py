@@ -31,6 +31,7 @@ from baton.kv.identity import HashDomain, compute_block_hashes
 from baton.kv.layout import LayerLayout
 from baton.kv.pool import BlockPool
 from baton.telemetry.trace import RequestSpan
+from tests.examples import examples
 from tests.unit.handoff.orders import make_ticket
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 
 
 def test_decoding_goes_before_prefill_within_the_budget() -> None:

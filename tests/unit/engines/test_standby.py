@@ -16,6 +16,7 @@ from baton.engines.interface import DecodeRequest, NewToken, TokensComputed
 from baton.errors import InvalidRequestError
 from baton.handoff.interface import KVLanded
 from baton.ids import RequestId
+from tests.examples import examples
 from tests.unit.engines.harness import (
     VOCAB_SIZE,
     Driver,
@@ -82,7 +83,7 @@ def test_it_computes_and_samples_nothing_until_it_is_to_generate() -> None:
     driver.check_all_blocks_are_free()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     cuts=st.lists(st.integers(0, NUM_TOKENS - 1), min_size=2, max_size=6, unique=True).map(sorted),
     num_others=st.integers(0, 3),

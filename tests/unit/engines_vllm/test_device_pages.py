@@ -19,6 +19,7 @@ from baton.engines.vllm.layouts import pages_of, read_layers
 from baton.errors import TransferError
 from baton.kv.layout import TensorParallelShard
 from baton.transfer.region import allocate_host_region, view_pages
+from tests.examples import examples
 from tests.gpu.vllm_layouts import LAYOUTS, allocate_layers
 from tests.unit.engines_vllm.caches import (
     configure,
@@ -56,7 +57,7 @@ def starts_of(layers: Sequence[torch.Tensor]) -> list[int]:
     return [each.data_ptr() - layers[0].data_ptr() for each in layers]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     layout=st.sampled_from(LAYOUTS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),

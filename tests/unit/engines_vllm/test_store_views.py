@@ -23,6 +23,7 @@ from baton.kv.identity import HashDomain
 from baton.kv.layout import TensorParallelShard
 from baton.store.entry_format import EntryFormat
 from baton.transfer.region import allocate_host_region, view_pages
+from tests.examples import examples
 from tests.gpu.vllm_layouts import LAYOUTS, allocate_layers
 from tests.unit.engines_vllm.caches import (
     BLOCK_SIZE,
@@ -233,7 +234,7 @@ def test_pages_in_an_unknown_order_are_not_kept(
     assert f"vllm-cuda/{kernel}/LBHNC cannot be kept" in caplog.text
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(20))
 @given(
     layout=st.sampled_from(LAYOUTS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),

@@ -22,6 +22,7 @@ from baton.events.blocks import (
 )
 from baton.events.journal import BATON_HASHES, MOST_EXPECTED_BLOCKS, CacheJournal
 from baton.events.wire import decode_page, encode_page
+from tests.examples import examples
 
 BLOCK_SIZE = 2
 names = st.integers(0, 7).map(lambda i: bytes([i]) * 32)
@@ -88,7 +89,7 @@ class Store:
         return [TiersListed((TIER,)), *held]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(changes, max_size=6), st.sampled_from([3, 1000]))
 def test_who_reads_now_and_then_knows_what_is_held(rounds, num_remembered):
     journal, held, last, was_whole = CacheJournal(num_remembered), {}, 0, False

@@ -20,6 +20,7 @@ from baton.handoff.link import PURPOSE, Link, LinkPhase
 from baton.handoff.messages import MAX_MESSAGE_BYTES, Failed, Message, Ping
 from baton.ids import TicketId
 from baton.net.framing import MAGIC, MAX_HANDSHAKE_BYTES, DialerHandshake, FrameDecoder
+from tests.examples import examples
 
 KEY = Credentials.of(ClusterKey(b"k" * 32))
 NOW = Instant(1.0)
@@ -81,7 +82,7 @@ def test_a_dialer_with_another_key_sees_that_the_listener_is_not_its_own() -> No
     close(dialer, listener)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.binary(min_size=48, max_size=400))
 def test_a_stranger_gets_nothing_but_an_error(garbage: bytes) -> None:
     stranger, right = _tcp_pair()

@@ -81,17 +81,24 @@ def test_is_a_llama_with_grouped_query_attention(model) -> None:
     assert model.config.max_position_embeddings == 8192
 
 
-def test_greedy_continuations_are_words(model, tokenizer, whole_words: frozenset[str]) -> None:
-    for prompt in PROMPTS:
-        text = tokenizer.decode(continue_greedily(model, tokenizer.encode(prompt), 64))
+@pytest.fixture(scope="module")
+def continuations(model, tokenizer) -> list[list[int]]:
+    """64 tokens after each of the prompts."""
+    return [continue_greedily(model, tokenizer.encode(prompt), 64) for prompt in PROMPTS]
+
+
+def test_greedy_continuations_are_words(
+    continuations: list[list[int]], tokenizer, whole_words: frozenset[str]
+) -> None:
+    for text in map(tokenizer.decode, continuations):
         words = words_of(text)
         assert len(words) >= 8, text
         assert sum(word in whole_words for word in words) > 0.8 * len(words), text
 
 
-def test_greedy_does_not_loop_at_once(model, tokenizer) -> None:
-    for prompt in PROMPTS:
-        words = words_of(tokenizer.decode(continue_greedily(model, tokenizer.encode(prompt), 48)))
+def test_greedy_does_not_loop_at_once(continuations: list[list[int]], tokenizer) -> None:
+    for tokens in continuations:
+        words = words_of(tokenizer.decode(tokens[:48]))
         assert len(set(words)) > 0.4 * len(words), words
 
 
@@ -166,7 +173,7 @@ def test_chat_answers_end(model, tokenizer, whole_words: frozenset[str]) -> None
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
         prompt = tokenizer.encode(rendered, add_special_tokens=False)
-        answer = continue_greedily(model, prompt, 256)
+        answer = continue_greedily(model, prompt, 96)
         ended += answer[-1] == tokenizer.eos_token_id
         words = words_of(tokenizer.decode(answer, skip_special_tokens=True))
         assert sum(word in whole_words for word in words) > 0.8 * len(words), words
