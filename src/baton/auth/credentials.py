@@ -98,6 +98,7 @@ class Credentials:
         self._lock = threading.Lock()
         self._looked_at = self._clock.now()
         self._version = self._stat()
+        self._problem = ""
         self._loaded = self._load(read(), 0)
 
     @classmethod
@@ -212,9 +213,11 @@ class Credentials:
                 self._loaded = self._load(self._read(), self._loaded.number + 1)
             except ConfigError as exc:
                 # Perhaps half of the files were replaced: they are looked at again.
-                log.error("%s; what was read before stays in use", exc)  # noqa: TRY400
+                if str(exc) != self._problem:
+                    log.error("%s; what was read before stays in use", exc)  # noqa: TRY400
+                self._problem = str(exc)
                 return
-            self._version = version
+            self._version, self._problem = version, ""
             log.info("read the identity %s again", self._loaded.own)
 
     def _stat(self) -> tuple[tuple[int, int, int] | None, ...]:
