@@ -202,6 +202,7 @@ def test_threads_and_processes_on_cpus(options, cores, processes, threads, bindi
         ({"kv_cache_dtype": ""}, "kv_cache_dtype"),
         ({"tensor_parallel_size": 2, "multiprocessing": False}, "needs multiprocessing"),
         ({"arguments": ["--port=3"]}, "worker.port decides that"),
+        ({"arguments": ["--kv_transfer_config.kv_role=kv_both"]}, "connector decides that"),
         ({"arguments": ["--seed", "1", "--kv-transfer-config", "{}"]}, "Baton's connector"),
         ({"arguments": "--seed"}, "arguments"),
     ],

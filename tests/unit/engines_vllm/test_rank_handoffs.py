@@ -378,6 +378,10 @@ def test_writes_that_cannot_be_recalled_stop_the_engine_for_a_while_only(
     assert harness.clock.now() - begin == pytest.approx(RELEASE_TIMEOUT_S)
     assert harness.port.cut == [ID]
     assert "still being read" in caplog.text
+    # The request is over for this server, whatever its peer still does.
+    (record,) = harness.rank.take_records()
+    assert (record.side, record.failed_stage) == ("sent", "abort")
+    assert harness.rank.get_finished({"r"}, 0.0) == (set(), set())
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,20 @@ WHOLE_PAGES = frozenset({"LBHNC", "LBNHC"})
 
 
 def register(
-    folder: Path, order: str, specs: dict[str, KVCacheSpec], num_ranks: int = 1
+    folder: Path,
+    order: str,
+    specs: dict[str, KVCacheSpec],
+    num_ranks: int = 1,
+    kernel_block_size: int = BLOCK_SIZE,
 ) -> tuple[KVView, tuple[torch.Tensor, ...]]:
     config = configure(write_model(folder))
     config.cache_config.kv_cache_layout = order
     cache = plan(config, specs)
     layers = read_layers(config, cache, TensorParallelShard(0, num_ranks))
     announce(config, layers.names)
-    tensors = worker_utils.allocate_kv_cache(cache, CPU, kv_cache_layout.KVCacheLayout[order])
+    tensors = worker_utils.allocate_kv_cache(
+        cache, CPU, kv_cache_layout.KVCacheLayout[order], [kernel_block_size]
+    )
     return register_kv_view(config, layers, tensors), pages_of(tensors, layers)
 
 
@@ -97,6 +103,23 @@ def test_two_orders_or_numbers_of_ranks_are_no_peers(tmp_path: Path) -> None:
         (difference, *_) = find_differences(alone.layout, other.layout)
         assert "arrange" in difference
     assert find_differences(one_of_two.layout, again.layout) == ()
+
+
+def test_pages_in_smaller_kernel_blocks_are_peers_of_their_like_alone(tmp_path: Path) -> None:
+    """A drafter's backend may split the main model's blocks: heads then lie within the parts."""
+
+    def find(order: str, *kernel_block_sizes: int) -> tuple[str, ...]:
+        one, other = (
+            register(tmp_path / "m", order, main_layers(), kernel_block_size=size)[0]
+            for size in kernel_block_sizes
+        )
+        return find_differences(one.layout, other.layout)
+
+    half = BLOCK_SIZE // 2
+    (difference,) = find("LBHNC", BLOCK_SIZE, half)
+    assert f"LBHNC/kernel blocks of {half} at" in difference
+    assert find("LBHNC", half, half) == ()
+    assert find("LBNHC", BLOCK_SIZE, half) == (), "tokens come first: no byte lies elsewhere"
 
 
 @given(order=st.sampled_from(LAYOUTS), dims=st.tuples(*[st.integers(1, 3)] * 4))

@@ -21,7 +21,6 @@ from baton.engines.vllm.device_pages import DevicePages
 from baton.engines.vllm.host_pages import PlainPages, TransposedPages
 from baton.engines.vllm.layouts import (
     Arrangement,
-    keep_layers,
     make_opaque,
     pages_of,
     read_arrangement,
@@ -82,9 +81,9 @@ def build_kv_views(
 ) -> tuple[KVView, ...]:
     """One worker's KV views, best first: vLLM's KV caches as peers reach them.
 
-    The native pages of all layers; of the main model's alone, where there is a drafter; then
-    canonical ones, unless the native ones are, or their arrangement is unknown to Baton. Layer i
-    of a view is `layers.names[i]`. Each view has a region of its own, which the caller releases.
+    The main model's native pages, then canonical ones, unless the native ones are, or their
+    arrangement is unknown to Baton. Layer i of a view is `layers.names[i]`: a drafter's are in
+    none. Each view has a region of its own, which the caller releases.
 
     Args:
         vllm_config: This worker's.
@@ -97,16 +96,12 @@ def build_kv_views(
         ConfigError: the tensors do not match `layers`, or one staged block does not fit.
         TransferError: there is no memory for staging.
     """
-    pages = pages_of(kv_caches, layers)
-    arrangements = {
-        num_layers: find_arrangement(vllm_config, layers.names[:num_layers], pages[0])
-        for num_layers in (len(layers.names), layers.num_main)
-    }
+    pages = pages_of(kv_caches, layers)[: layers.num_main]
+    arrangement = find_arrangement(vllm_config, layers.names[: layers.num_main], pages[0])
     max_tokens = vllm_config.model_config.max_model_len
     builder = KVViewBuilder(layers, pages, pool, staging=StagingBudget(staging_bytes, max_tokens))
-    views = [builder.native(arrangement, n) for n, arrangement in arrangements.items()]
-    canonical = builder.try_canonical(arrangements[layers.num_main])
-    return (*views,) if canonical is None else (*views, canonical)
+    native, canonical = builder.native(arrangement), builder.try_canonical(arrangement)
+    return (native,) if canonical is None else (native, canonical)
 
 
 def build_encoded_views(
@@ -252,7 +247,7 @@ class StagingBudget:
 
 
 class KVViewBuilder:
-    """Makes the views of one worker; `pages` are those of `pages_of`."""
+    """Makes the views of one worker; `pages` are those of the main model's layers."""
 
     def __init__(
         self,
@@ -267,16 +262,15 @@ class KVViewBuilder:
         self._pool = pool
         self._staging = staging
 
-    def native(self, arrangement: Arrangement, num_layers: int) -> KVView:
-        """The engine's own pages of the first `num_layers`: in place, if peers can reach them.
+    def native(self, arrangement: Arrangement) -> KVView:
+        """The engine's own pages: in place, if peers can reach them.
 
         Raises:
             ConfigError: they must be staged, and not one block of them fits.
         """
-        layout = keep_layers(self._layers.layout, num_layers)
+        layout, pages = self._layers.main_layout, self._pages
         if not arrangement.is_canonical:
             layout = make_opaque(layout, arrangement)
-        pages = self._pages[:num_layers]
         region = None
         if self._pool is not None:
             region = self._pool.region_for(pages, self._layers.num_blocks)
@@ -304,8 +298,7 @@ class KVViewBuilder:
         region = self._try_stage(layout)
         if region is None:
             return None
-        pages = self._pages[: layout.num_layers]
-        return KVView(layout, region, TransposedPages(pages, layout, region))
+        return KVView(layout, region, TransposedPages(self._pages, layout, region))
 
     def _try_stage(self, layout: KVLayout) -> PagedRegion | None:
         num_pages = min(self._staging.count_pages(layout), self._layers.num_blocks)

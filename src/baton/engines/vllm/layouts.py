@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from baton.engines.vllm.compatibility import check_data_parallel
 from baton.errors import ConfigError
 from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
@@ -141,27 +143,16 @@ class CachedLayers:
 
     @property
     def main_layout(self) -> KVLayout:
-        """Canonical, the main model's layers only."""
-        return keep_layers(self.layout, self.num_main)
+        """Canonical, the main model's layers only.
 
-
-def keep_layers(layout: KVLayout, num_layers: int) -> KVLayout:
-    """The same layout of the first `num_layers` layers."""
-    return KVLayout(
-        layout.layers[:num_layers],
-        layout.block_size,
-        layout.dtype,
-        layout.order,
-        layout.shard,
-        layout.arrangement,
-    )
+        A drafter's KV is not handed over: what it lacks costs accepted drafts, not tokens.
+        """
+        return msgspec.structs.replace(self.layout, layers=self.layout.layers[: self.num_main])
 
 
 def make_opaque(layout: KVLayout, arrangement: Arrangement) -> KVLayout:
     """The same KV in pages as vLLM's kernels keep them."""
-    return KVLayout(
-        layout.layers, layout.block_size, layout.dtype, "opaque", layout.shard, str(arrangement)
-    )
+    return msgspec.structs.replace(layout, order="opaque", arrangement=str(arrangement))
 
 
 def read_layers(

@@ -165,7 +165,9 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"tensor_parallel_size {self.tensor_parallel_size} needs multiprocessing"
             )
         for word in self.arguments:
-            owner = OWNED_FLAGS.get(word.partition("=")[0])
+            # vLLM takes `--a_flag` for `--a-flag`, and `--a-flag.key` for a part of its value.
+            flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
+            owner = OWNED_FLAGS.get(flag)
             if owner is not None:
                 raise ValueError(f"arguments may not hold {word}: {owner} decides that")
 

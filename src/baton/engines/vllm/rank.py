@@ -312,9 +312,8 @@ class Rank:
     ) -> AgentOptions:
         plan, options = self._plan, self._plan.options
         worker, epoch = plan.identity.of_rank(plan.rank)
-        # A drafter's KV is not handed over: what it lacks costs accepted drafts, not tokens.
-        views = tuple(f for f in self._kv_views if f.layout.num_layers == self._layers.num_main)
-        arrangement = views[0].layout.arrangement or views[0].layout.order
+        native = self._kv_views[0].layout
+        arrangement = native.arrangement or native.order
         # KV of a prefill worker that receives none is as exact as what it loads.
         received = self._encodings if plan.identity.receives else ()
         lossy = list_lossy((*received, *(() if access is None else (access.encoding,))))
@@ -322,7 +321,7 @@ class Rank:
             worker=worker,
             epoch=epoch,
             fingerprint=fingerprint,
-            views=views,
+            views=self._kv_views,
             traits=read_traits(plan.vllm_config, plan.rank, arrangement, variant) | lossy,
             preferred_op=options.preferred_op,
             transports=self._transports,

@@ -147,7 +147,7 @@ class RankHandoffs:  # noqa: PLR0904 - one for each of vLLM's hooks
                 logger.error("%s: its blocks are still being read", send.offer.request)
             self._sends.drop_uncomputed(send)
         for request in orders.preempted:  # vLLM still waits for the others
-            self._sends.table.drop(request)
+            self._sends.drop(request, HandoffError(PREEMPTED, stage="abort"))
 
     def begin_step(self, orders: StepOrders) -> None:
         """Carry out a step's orders, as early as vLLM reports them."""

@@ -242,6 +242,13 @@ class RankSends:
         """A prompt was preempted: this rank will not compute it under its tickets."""
         self._uncomputed.drop(send.offer.prompt.ticket.id)
 
+    def drop(self, request: VllmRequestId, error: HandoffError) -> None:
+        """Forget an offer; `error` ends the handoffs of its tickets that have not ended."""
+        send = self.table.find(request)
+        for ticket in () if send is None else tuple(send.live):
+            self.settle(ticket, error)
+        self.table.drop(request)
+
     def settle(self, ticket: TicketId, error: HandoffError | None) -> None:
         """One ticket's handoff has ended, with `error` if it failed."""
         send = self.table.settle(ticket, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from baton.kv.layout import KVLayout
+
+SPLIT_DIMS: Final = 5
+"""Of pages `[block, head, kernel block, token, planes]`; others have no kernel blocks."""
 
 
 def register_kv_view(
@@ -40,12 +43,18 @@ def register_kv_view(
             f"pages of {arrangement} cannot be handed over from GPU to GPU ({exc}): set "
             'VLLM_KV_CACHE_LAYOUT=LBHNC, or transfer.transports = ["shared", "tcp"]'
         ) from exc
-    return KVView(_name_ranks(make_opaque(layout, arrangement)), region)
+    return KVView(_name_order(make_opaque(layout, arrangement), pages[0]), region)
 
 
-def _name_ranks(layout: KVLayout) -> KVLayout:
-    """Whole pages are digested: ranks of another number, which have other heads, are no peers."""
-    if layout.shard.size == 1:
-        return layout
-    arrangement = f"{layout.arrangement}/{layout.shard.size} ranks"
+def _name_order(layout: KVLayout, pages: torch.Tensor) -> KVLayout:
+    """Whole pages move as they lie, and are digested so: those in another order are no peers.
+
+    Ranks of another number have other heads. Where kernels use smaller blocks, each of these has
+    all heads, if heads come before tokens; another layer's backend (a drafter's) may decide that.
+    """
+    arrangement = layout.arrangement
+    if layout.shard.size > 1:
+        arrangement += f"/{layout.shard.size} ranks"
+    if pages.dim() == SPLIT_DIMS and pages.shape[1] > 1 and pages.stride(1) > pages.stride(3):
+        arrangement += f"/kernel blocks of {pages.shape[3]}"
     return msgspec.structs.replace(layout, arrangement=arrangement)
