@@ -122,6 +122,8 @@ def explore(gateway_url: str, directory: Path, *changes: str, model: dict[str, A
     schemas = document["components"]["schemas"]
     for request in ("ChatCompletionRequest", "CompletionRequest"):
         schemas[request]["properties"].update(model)
+        # Without it some engines generate until the context is full.
+        schemas[request]["required"] = [*schemas[request].get("required", ()), "max_tokens"]
     schemas["ChatMessage"]["required"] = ["role", "content"]
     schemas["ChatMessage"]["properties"]["content"] = {"type": "string"}
     # Templates refuse others: none would reach a worker.
@@ -133,7 +135,7 @@ def explore(gateway_url: str, directory: Path, *changes: str, model: dict[str, A
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", gateway_url,
         "--seed", "1", "--generation-deterministic", "--no-color", "--continue-on-failure",
-        "--output-sanitize", "false",
+        "--output-sanitize", "false", "--request-timeout", str(TIMEOUT_S),
         *changes,
     ]  # fmt: skip
     done = subprocess.run(

@@ -20,12 +20,12 @@ from baton.router.prefixes import ModelPrefixes
 from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder.tier import FolderTier
 from baton.telemetry.trace import Stamp
-from tests.e2e.test_engine_handoff_agents import CLOCK
+from tests.e2e.test_engine_handoff_agents import CLOCK, until
 from tests.e2e.test_engine_pool import listening_pair, make_ticket, open_tiers, pooled
 from tests.unit.engines.harness import make_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from baton.handoff.pool_mode.prefix_store import StoredPrefixes
@@ -39,13 +39,6 @@ PROMPTS = {f"r{n}": make_prompt(150 + n, seed=n) for n in range(4)}
 SAMPLING = {
     name: SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True) for name in PROMPTS
 }
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def store_of(node: Node) -> StoredPrefixes:
