@@ -110,20 +110,25 @@ def check_bad_requests(gateway_url: str) -> None:
     assert check_answer(gateway_url + PATHS[0], "good", good) == 200
 
 
-def explore(gateway_url: str, directory: Path, *changes: str, model: dict[str, Any]) -> None:
+def explore(
+    gateway_url: str,
+    directory: Path,
+    *changes: str,
+    model: dict[str, Any],
+    required: tuple[str, ...] = (),
+) -> None:
     """Let schemathesis send what the gateway's own description allows, and what it does not.
 
     Not checked: that all that is allowed is accepted. A schema says nothing of what an engine
     has, nor of a context's length. `model` is changed in the properties of both requests, so that
-    most requests reach a worker.
+    most requests reach a worker; they have these `required` fields besides.
     """
     with urllib.request.urlopen(f"{gateway_url}/openapi.json", timeout=TIMEOUT_S) as response:
         document = json.load(response)
     schemas = document["components"]["schemas"]
     for request in ("ChatCompletionRequest", "CompletionRequest"):
         schemas[request]["properties"].update(model)
-        # Without it some engines generate until the context is full.
-        schemas[request]["required"] = [*schemas[request].get("required", ()), "max_tokens"]
+        schemas[request]["required"] = [*schemas[request].get("required", ()), *required]
     schemas["ChatMessage"]["required"] = ["role", "content"]
     schemas["ChatMessage"]["properties"]["content"] = {"type": "string"}
     # Templates refuse others: none would reach a worker.

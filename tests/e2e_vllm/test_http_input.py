@@ -37,4 +37,5 @@ def test_it_serves_what_it_describes(cluster: VllmCluster, tmp_path: Path, phase
             "max_tokens": {"enum": [1, 2]},
             "max_completion_tokens": {"enum": [1, 2]},
         },
+        required=("max_tokens",),  # without it a chat's answer fills the context
     )  # fmt: skip
