@@ -51,7 +51,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "What are you?"}]}
 
 
 HANDOFFS, GENERATED = "vllm:baton_handoffs_total", "vllm:generation_tokens_total"
-NUM_LONG = 600
+NUM_LONG = 1200
 """Tokens of answers that are to move: a machine with nine times as much to do as it has cores had
 generated 120 when their KV was copied."""
 NUM_SEEN = 20

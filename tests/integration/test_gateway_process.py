@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,6 @@ import pytest
 from baton.errors import ConfigError
 from baton.net.http_server import bind
 from tests.integration.gateway_cluster import STREAM, until, until_true
-from tests.integration.gateway_program import GatewayProcess
 from tests.integration.scripted_worker import (
     ScriptedWorker,
     Visit,
@@ -24,7 +25,6 @@ from tests.integration.scripted_worker import (
     say_abc,
     say_rest,
 )
-from tests.preloaded import wait_until_loaded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,15 +34,32 @@ DRAIN_TIMEOUT_S = 40.0
 LEAVES_WITHIN_S = 0.8 * DRAIN_TIMEOUT_S
 """Where nothing is waited for: in less than the time that a drain may take, on any machine."""
 
+PROGRAM = """
+import sys
+from pathlib import Path
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.process import run_gateway
+from baton.protocol.worker_http import (Role)
 
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
-    """What gateways import, before the first has a time limit."""
-    wait_until_loaded()
+url, drain_timeout_s, status_fd, management_port, *tls = sys.argv[1:]
+run_gateway(GatewayOptions(
+    addresses=(WorkerAddress(url, Role.BOTH),),
+    credentials=Credentials.of(ClusterKey(b"k" * 32)),
+    port=0,
+    status_fd=int(status_fd),
+    drain_timeout_s=float(drain_timeout_s),
+    probe_interval_s=0.1,
+    tls="off",
+    management_port=int(management_port) if management_port else None,
+    **dict(zip(("tls_certificate", "tls_key"), map(Path, tls))),
+))
+"""
 
 
 class Gateway:
-    def __init__(self, process: GatewayProcess, url: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
         self.process, self.url = process, url
 
 
@@ -50,20 +67,25 @@ class Gateway:
 async def gateway_process(
     worker: ScriptedWorker,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
-    management_port: int | None = None,
+    management_port: str = "",
     tls: Sequence[Path] = (),
 ):
-    files = dict(zip(("tls_certificate", "tls_key"), map(str, tls), strict=False))
-    ports = {"port": 0, "management_port": management_port}
-    process = GatewayProcess(worker.url, {**ports, **files, "drain_timeout_s": drain_timeout_s})
+    reading, writing = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, worker.url, str(drain_timeout_s), str(writing),
+        management_port, *map(str, tls),
+        pass_fds=(writing,),
+    )  # fmt: skip
+    os.close(writing)
     try:
-        line = await process.read_status()
-        assert line, process.read_stderr()
-        ready = json.loads(line)
+        with os.fdopen(reading) as pipe:
+            ready = json.loads(await asyncio.to_thread(pipe.readline))
         assert ready["event"] == "ready"
         yield Gateway(process, ready["url"])
     finally:
-        await process.close()
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
 def run(scenario, **options) -> None:
@@ -165,7 +187,7 @@ def test_operators_have_a_listener_of_their_own():
         worker = ScriptedWorker("worker-0", "both", say_abc)
         async with (
             worker.running(),
-            gateway_process(worker, management_port=port) as gateway,
+            gateway_process(worker, management_port=str(port)) as gateway,
             aiohttp.ClientSession() as client,
         ):
 

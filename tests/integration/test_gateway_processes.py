@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,25 +21,44 @@ from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.net.http_server import bind, bind_shared
 from baton.protocol.worker_http import Role
 from tests.integration.gateway_cluster import STREAM, until, until_true
-from tests.integration.gateway_program import GatewayProcess
 from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and_wait, say_abc
-from tests.preloaded import wait_until_loaded
 
 if TYPE_CHECKING:
     import socket
 
 NUM_PROCESSES = 3
 
+PROGRAM = """
+import sys
+from baton.auth.credentials import Credentials
+from baton.auth.key import ClusterKey
+from baton.errors import BatonError
+from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.gateway.process import run_gateway
+from baton.protocol.worker_http import Role
 
-@pytest.fixture(scope="module", autouse=True)
-def loaded() -> None:
-    """What gateways import, before the first has a time limit."""
-    wait_until_loaded()
+url, num_processes, port, management_port, status_fd, *listen_fds = sys.argv[1:]
+try:
+    run_gateway(GatewayOptions(
+        addresses=(WorkerAddress(url, Role.BOTH),),
+        credentials=Credentials.of(ClusterKey(b"k" * 32)),
+        port=int(port),
+        processes=int(num_processes),
+        management_port=int(management_port),
+        status_fd=int(status_fd),
+        listen_fds=tuple(map(int, listen_fds)),
+        drain_timeout_s=2.0,
+        probe_interval_s=0.1,
+        tls="off",
+    ))
+except BatonError as exc:
+    sys.exit(f"{type(exc).__name__}: {exc}")
+"""
 
 
 @dataclass
 class Gateways:
-    process: GatewayProcess
+    process: asyncio.subprocess.Process
     url: str
     management_port: int
 
@@ -69,29 +89,33 @@ def free_ports(num: int) -> int:
             return first
 
 
-def start(
+async def start(
     worker: ScriptedWorker, port: int = 0, listeners: tuple[socket.socket, ...] = ()
-) -> tuple[GatewayProcess, int]:
-    """Also the first of its processes' ports for operators."""
+) -> tuple[asyncio.subprocess.Process, int, int]:
+    fds = tuple(each.fileno() for each in listeners)
     management_port = free_ports(NUM_PROCESSES)
-    options = {
-        "port": port,
-        "processes": NUM_PROCESSES,
-        "management_port": management_port,
-        "drain_timeout_s": 2.0,
-    }
-    return GatewayProcess(worker.url, options, [e.fileno() for e in listeners]), management_port
+    reading, writing = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PROGRAM, worker.url, str(NUM_PROCESSES), str(port),
+        str(management_port), str(writing), *map(str, fds),
+        pass_fds=(writing, *fds), stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writing)
+    return process, reading, management_port
 
 
 @contextlib.asynccontextmanager
 async def running(worker: ScriptedWorker, listeners: tuple[socket.socket, ...] = ()):
-    process, management_port = start(worker, 0, listeners)
+    process, reading, management_port = await start(worker, 0, listeners)
     try:
-        line = await process.read_status()
-        assert line, process.read_stderr()
+        with os.fdopen(reading) as pipe:
+            line = await asyncio.to_thread(pipe.readline)
+        assert line, (await process.stderr.read()).decode()
         yield Gateways(process, json.loads(line)["url"], management_port)
     finally:
-        await process.close()  # its processes end with it
+        if process.returncode is None:
+            process.kill()  # the processes end with their parent
+        await process.wait()
 
 
 def run(scenario) -> None:
@@ -166,7 +190,7 @@ def test_processes_that_end_again_and_again_end_the_gateway():
 
         await until_true(ended, within_s=30.0)
         assert gateways.process.returncode == 1
-        assert "MemberFailedError" in gateways.process.read_stderr()
+        assert "MemberFailedError" in (await gateways.process.stderr.read()).decode()
 
     run(scenario)
 
@@ -211,12 +235,10 @@ def test_all_end_when_their_parent_is_killed():
 def test_a_port_that_others_listen_on_is_refused():
     async def scenario(client, worker, gateways):
         port = int(gateways.url.rpartition(":")[2])
-        second, _ = start(worker, port)
-        try:
-            assert await second.wait() == 1
-            assert f"127.0.0.1:{port} is taken" in second.read_stderr()
-        finally:
-            await second.close()
+        second, reading, _ = await start(worker, port)
+        os.close(reading)
+        assert await second.wait() == 1
+        assert f"127.0.0.1:{port} is taken" in (await second.stderr.read()).decode()
 
     run(scenario)
 

@@ -20,7 +20,6 @@ from baton.cli.main import run as run_cli
 from tests.integration.gateway_cluster import STREAM, until_true
 from tests.integration.scripted_worker import ScriptedWorker, say_abc
 from tests.integration.test_gateway_process import gateway_process
-from tests.preloaded import wait_until_loaded
 
 if TYPE_CHECKING:
     import pytest
@@ -71,7 +70,6 @@ async def ask(url: str, certificate: Path) -> str:
 
 def test_clients_check_the_gateway_while_its_certificate_changes(tmp_path: Path) -> None:
     tls = certificate_files(tmp_path, 1)
-    wait_until_loaded()
 
     async def shows(url: str, serial_number: int) -> bool:
         return await asyncio.to_thread(serial_number_at, url) == serial_number
@@ -107,8 +105,6 @@ def test_clients_check_the_gateway_while_its_certificate_changes(tmp_path: Path)
 
 
 def test_who_speaks_no_tls_reads_what_to_do(tmp_path: Path) -> None:
-    wait_until_loaded()
-
     async def main() -> None:
         worker = ScriptedWorker("worker-0", "both", say_abc)
         async with (
