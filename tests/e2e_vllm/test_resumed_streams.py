@@ -52,8 +52,7 @@ MESSAGES = {"messages": [{"role": "user", "content": "What are you?"}]}
 
 HANDOFFS, GENERATED = "vllm:baton_handoffs_total", "vllm:generation_tokens_total"
 NUM_LONG = 1200
-"""Tokens of answers that are to move: a machine with nine times as much to do as it has cores had
-generated 120 when their KV was copied."""
+"""Tokens of answers that are to move: of 600, a busy machine generated all before they could."""
 NUM_SEEN = 20
 """Events that each client has when the server drains or is killed."""
 GRAMMAR = {"structured_outputs": {"regex": "0[a-z]+"}}
