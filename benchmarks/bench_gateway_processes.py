@@ -178,7 +178,7 @@ def main() -> None:
         print_table(json.loads(args.table.read_text()))
         return
     gateways: list[Gateway] = []
-    with upstreams(max(os.sched_getaffinity(0)), KEY) as (_, workers):
+    with upstreams(max(os.sched_getaffinity(0)), KEY) as (_, workers, _):
         try:
             gateways += (Gateway(num_processes, workers[0]) for num_processes in NUM_PROCESSES)
             time.sleep(2.0)  # each process has found its worker

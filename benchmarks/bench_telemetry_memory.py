@@ -271,7 +271,7 @@ def serve(for_s: float, *, is_traced: bool) -> list[Point]:
             environment |= trace_heap(folder)
         with (
             Fleet(folder, environment) as fleet,
-            upstreams(cores[-1], key) as (plain, _),
+            upstreams(cores[-1], key) as (plain, _, _),
         ):
             pair = {"gateway.prefill": plain[2:3], "gateway.decode": plain[3:]}
             gateway = fleet.start_gateway([], [], settings=pair)

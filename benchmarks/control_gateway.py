@@ -16,9 +16,10 @@ import multiprocessing
 import os
 import subprocess
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import uvloop
@@ -27,20 +28,26 @@ from completion_client import ServerError, post
 from control_figures import PUSH, TLS, GatewaySample
 from control_figures import WHOLE as WHOLE_REQUESTS
 from control_fleets import pin
-from control_load import PATH, is_whole, run_load, run_streams
+from control_load import PATH, run_load, run_streams
 from plain_proxy import plain_proxy
 from vllm_servers import find_free_port
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
+from baton.clock import MachineClock
 from baton.ids import new_epoch
+from baton.net.http_exchange import EXTENSION
+from baton.net.http_limits import WORKER_LIMITS, Connections
+from baton.net.http_server import bind, serve_beside
+from baton.net.multiplex_server import MULTIPLEX_HANDLERS
 from baton.net.tls import ClusterTls
 
 if TYPE_CHECKING:
-    import ssl
     from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
+
+    from starlette.types import Receive, Scope, Send
 
     from baton.testing.fleet import Fleet
 
@@ -67,65 +74,70 @@ class RouterError(Exception):
 # Workers without an engine ------------------------------------------------------------------------
 
 
-class _Upstream(asyncio.Protocol):
-    """One connection of a scripted worker: answers whole, or as a stream at EVENT_RATE_HZ."""
+class _Steps:
+    """Steps at EVENT_RATE_HZ, as those of an engine: each gives every stream its next token."""
 
-    def __init__(self, info: bytes, role: str) -> None:
-        self._info, self._role = info, role
-        self._received = bytearray()
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __init__(self) -> None:
+        self._next: asyncio.Future[None] | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """Nothing is sent yet."""
-        self._transport = transport
+    async def wait(self) -> None:
+        """Return at the next one."""
+        loop = asyncio.get_running_loop()
+        if self._next is None:
+            self._next = loop.create_future()
+            left_s = 1 / EVENT_RATE_HZ - loop.time() % (1 / EVENT_RATE_HZ)
+            loop.call_later(left_s, self._step)
+        await self._next
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the same for all
-        """Stop its stream."""
-        for task in self._tasks:
-            task.cancel()
+    def _step(self) -> None:
+        step, self._next = self._next, None
+        if step is not None:
+            step.set_result(None)
 
-    def data_received(self, data: bytes) -> None:
-        """Answer a request once it is whole."""
-        self._received += data
-        if not self._received.startswith(b"GET ") and not is_whole(self._received):
+
+class _Worker:
+    """A scripted worker on a Baton worker's HTTP server: answers whole, or a token each step."""
+
+    def __init__(self, info: bytes, role: str, steps: _Steps) -> None:
+        self._info, self._role, self._steps = info, role, steps
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        exchange, path = scope["extensions"][EXTENSION], scope["path"]
+        if path in MULTIPLEX_HANDLERS:
+            await MULTIPLEX_HANDLERS[path](exchange)
             return
-        if not self._received.endswith(b"\r\n\r\n") and self._received.startswith(b"GET "):
-            return
-        request, self._received = bytes(self._received), bytearray()
-        path = request.split(b" ", 2)[1]
-        if path == b"/baton/v1/info":
-            self._send_whole(self._info)
-        elif not request.startswith(b"POST"):
-            self._send_whole(b"{}")
+        body, is_whole_body = b"", False
+        while not is_whole_body:
+            message = await receive()
+            body += message.get("body", b"")
+            is_whole_body = not message.get("more_body")
+        if path == "/baton/v1/info":
+            await self._send_whole(send, self._info)
+        elif scope["method"] != "POST":
+            await self._send_whole(send, b"{}")
         elif self._role == "prefill":
-            self._send_whole(b'{"object":"baton.prefill","prompt_tokens":200}')
+            await self._send_whole(send, b'{"object":"baton.prefill","prompt_tokens":200}')
         else:
-            self._answer(json.loads(request.partition(b"\r\n\r\n")[2]))
+            fields = json.loads(body)
+            if fields.get("stream"):
+                await self._stream(send, int(fields["max_tokens"]))
+            else:
+                await self._send_whole(send, ANSWER)
 
-    def _answer(self, fields: dict[str, object]) -> None:
-        if not fields.get("stream"):
-            self._send_whole(ANSWER)
-            return
-        task = asyncio.get_running_loop().create_task(self._stream(int(str(fields["max_tokens"]))))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _send_whole(self, send: Send, body: bytes) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        headers = [(b"content-type", b"application/json"), length]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
-    def _send_whole(self, body: bytes) -> None:
-        self._transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-            % (len(body), body)
-        )
-
-    async def _stream(self, num_events: int) -> None:
-        self._transport.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-            b"transfer-encoding: chunked\r\n\r\n"
-        )
-        began = time.perf_counter()
-        for i in range(num_events):
-            await asyncio.sleep(max(0.0, began + i / EVENT_RATE_HZ - time.perf_counter()))
-            self._transport.write(b"%x\r\n%s\r\n" % (len(EVENT), EVENT))
-        self._transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(DONE), DONE))
+    async def _stream(self, send: Send, num_events: int) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(num_events):
+            await self._steps.wait()
+            await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE})
 
 
 ANSWER = json.dumps({
@@ -135,46 +147,62 @@ ANSWER = json.dumps({
 }).encode()  # fmt: skip
 
 
-def serve_upstreams(ports_out: Connection, core: int, key: str) -> None:
+def serve_upstreams(ports_out: Connection, core: int, key: str, *, multiplexes: bool) -> None:
     """Body of the process of all scripted workers: a port for each of ROLES, then those of TLS."""
     os.sched_setaffinity(0, {core})
-    tls = ClusterTls(Credentials.of(ClusterKey.from_hex(key))).listening
+    tls = ClusterTls(Credentials.of(ClusterKey.from_hex(key)))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_upstreams(ports_out, (None, tls)))
+        runner.run(_serve_upstreams(ports_out, (None, tls), multiplexes=multiplexes))
 
 
-async def _serve_upstreams(ports_out: Connection, kinds: Sequence[ssl.SSLContext | None]) -> None:
-    loop, ports = asyncio.get_running_loop(), []
-    for tls in kinds:
-        for number, role in enumerate(ROLES):
-            info = json.dumps({
-                "worker": f"{role}-{number}", "epoch": new_epoch(), "role": role, "model": "m",
-                "served_model_name": MODEL, "fingerprint": "f", "max_context_tokens": 4096,
-                "handoff_address": "127.0.0.1:1", "layout": {}, "transports": ["tcp"],
-                "version": "0", "takes_unsigned_tickets": tls is not None,
-            }).encode()  # fmt: skip
-            server = await loop.create_server(
-                lambda info=info, role=role: _Upstream(info, role), "127.0.0.1", 0, ssl=tls
-            )
-            ports.append(server.sockets[0].getsockname()[1])
-    ports_out.send(ports)
-    await asyncio.Event().wait()
+async def _serve_upstreams(
+    ports_out: Connection, kinds: Sequence[ClusterTls | None], *, multiplexes: bool
+) -> None:
+    steps, ports = _Steps(), []
+    async with AsyncExitStack() as stack:
+        for tls in kinds:
+            for number, role in enumerate(ROLES):
+                info = json.dumps({
+                    "worker": f"{role}-{number}", "epoch": new_epoch(), "role": role, "model": "m",
+                    "served_model_name": MODEL, "fingerprint": "f", "max_context_tokens": 4096,
+                    "handoff_address": "127.0.0.1:1", "layout": {}, "transports": ["tcp"],
+                    "version": "0", "takes_unsigned_tickets": tls is not None,
+                    "multiplexes_streams": multiplexes,
+                }).encode()  # fmt: skip
+                table = Connections(WORKER_LIMITS, MachineClock(), lambda _: None, tls)
+                listener = bind("127.0.0.1", 0)
+                worker = _Worker(info, role, steps)
+                await stack.enter_async_context(serve_beside(worker, table, listener, "127.0.0.1"))
+                ports.append(listener.getsockname()[1])
+        ports_out.send(ports)
+        await asyncio.Event().wait()
+
+
+class Upstreams(NamedTuple):
+    """URLs of the scripted workers, one for each of ROLES, and their process."""
+
+    plain: list[str]
+    tls: list[str]
+    pid: int
 
 
 @contextmanager
-def upstreams(core: int, key: str) -> Iterator[tuple[list[str], list[str]]]:
-    """URLs of the scripted workers, as many as ROLES: without TLS, and with it."""
+def upstreams(core: int, key: str, *, multiplexes: bool = True) -> Iterator[Upstreams]:
+    """Scripted workers, which send streams over one connection if they are asked and may."""
     reading, writing = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=serve_upstreams, args=(writing, core, key), daemon=True)
+    serve = partial(serve_upstreams, writing, core, key, multiplexes=multiplexes)
+    process = context.Process(target=serve, daemon=True)
     process.start()
+    assert process.pid is not None
     writing.close()  # a process that ends before it is ready is not waited for
     try:
         ports = reading.recv()
         plain, tls = ports[: len(ROLES)], ports[len(ROLES) :]
-        yield (
+        yield Upstreams(
             [f"http://127.0.0.1:{port}" for port in plain],
             [f"https://127.0.0.1:{port}" for port in tls],
+            process.pid,
         )
     finally:
         process.terminate()
@@ -193,7 +221,7 @@ class GatewayLoad:
 
     def measure(self, configuration: str, url: str, pid: int, load: str) -> GatewaySample:
         """One load; `whole`: CPU per request at CONCURRENCY, `event`: CPU per SSE event."""
-        before_s = _cpu_s(pid)
+        before_s = cpu_s_of(pid)
         if load == "whole":
             body = json.dumps(WHOLE).encode()
             done = run_load(url, [body], CONCURRENCY, self.duration_s)
@@ -202,7 +230,7 @@ class GatewayLoad:
             fields = {**WHOLE, "stream": True, "max_tokens": self.num_events}
             done = run_streams(url, json.dumps(fields).encode(), NUM_STREAMS)
             units = done.num_events
-        cpu_s = _cpu_s(pid) - before_s
+        cpu_s = cpu_s_of(pid) - before_s
         p50_ms, p99_ms = (1e3 * float(q) for q in np.quantile(done.latencies_s, (0.5, 0.99)))
         is_whole_load = load == "whole"
         return GatewaySample(
@@ -216,7 +244,8 @@ class GatewayLoad:
         )
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
+    """CPU time that all threads of a process have taken."""
     return sum(read_threads(pid).values()) / 1e9
 
 
@@ -231,7 +260,7 @@ def gateways(
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         key = fleet.environment["BATON_CLUSTER_KEY"]
-        plain, tls = stack.enter_context(upstreams(cores[-1], key))
+        plain, tls, _ = stack.enter_context(upstreams(cores[-1], key))
         settings: dict[str, dict[str, object]] = {}
         for suffix, kind, urls in (("", "off", plain), (TLS, "control", tls)):
             turns = {"gateway.workers": urls[:2], "router.policy": "round_robin"}  # as the peers do

@@ -84,6 +84,10 @@ class ConnectionPool:
                 return connection
         return None
 
+    def is_current(self, connection: Connection) -> bool:
+        """Whether a connection was made with the current identity."""
+        return connection.made_with is (self._tls.requesting if self._is_tls else None)
+
     async def connect(self) -> Connection:
         """Make another one.
 

@@ -16,17 +16,23 @@ from typing import TYPE_CHECKING, Final
 import httptools
 
 from baton.gateway.errors import OK, UpstreamError, WorkerLostError
+from baton.protocol.worker_http import MULTIPLEX_HEADER
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
+    from baton.gateway.multiplexed_streams import MultiplexedStream
+
 READ_BUFFER_BYTES: Final = 1 << 20
 """Of one answer's data that is not taken: then no more is read from its connection."""
+MOST_LATE_BYTES: Final = 16 << 20
+"""Of one answer's data that arrive before its worker no longer sends them with others'."""
 MAX_HEAD_BYTES: Final = 64 << 10
 """Of what comes without data: an answer's head, trailers, extensions of chunks."""
 COPIED_BYTES: Final = 4096
 """Of a request's body: to copy so much costs less than a second buffer."""
+MULTIPLEX: Final = MULTIPLEX_HEADER.encode()
 BODY_LENGTH_HEADERS: Final = frozenset({b"content-length", b"transfer-encoding"})
 
 
@@ -34,7 +40,7 @@ class Answer:
     """What a worker answers to one request. `headers` have names in lower case.
 
     `on_end` is called once, when nothing more arrives until somebody reads: the answer is complete
-    or lost, or has filled its buffer.
+    or lost, or has filled its buffer. `multiplexed`: where its parts may come, until they do not.
     """
 
     __slots__ = (
@@ -43,10 +49,12 @@ class Answer:
         "_loop",
         "_lost",
         "_num_bytes",
+        "_own_parts",
         "_parts",
         "_sink",
         "_waiter",
         "headers",
+        "multiplexed",
         "on_end",
         "status",
     )
@@ -59,6 +67,8 @@ class Answer:
         self.headers: dict[bytes, bytes] = {}
         self._connection: Connection | None = connection
         self._parts = parts  # the parser appends to it, until the answer is complete or lost
+        self._own_parts: list[bytes] | None = None
+        self.multiplexed: MultiplexedStream | None = None
         self._num_bytes = 0
         self._is_complete = False
         self._lost: str | None = None
@@ -140,6 +150,8 @@ class Answer:
     def release(self) -> None:
         """Nothing more is wanted of it; what is not complete is cancelled at the worker."""
         self.on_end = None
+        if self.multiplexed is not None:
+            self._forget_multiplex()
         connection, self._connection = self._connection, None
         self._parts.clear()
         if connection is not None:
@@ -149,6 +161,9 @@ class Answer:
 
     def note_received(self, num_bytes: int) -> None:
         """`num_bytes` arrived: of the head, or the data that are in `parts` now. The hot path."""
+        if self.multiplexed is not None:
+            self._note_own(num_bytes)
+            return
         parts, sink = self._parts, self._sink
         if not parts:
             pass
@@ -165,20 +180,89 @@ class Answer:
         self._wake()
 
     def complete(self) -> None:
-        """All data are here; the connection serves others."""
+        """All that its connection brings is here; that one serves others."""
+        if self.multiplexed is not None:
+            self._connection, own = None, self._own_parts or []
+            self._own_parts = own.copy()
+            own.clear()
+            return
         self._is_complete = True
         self._end()
 
     def lose(self, reason: str) -> None:
-        """No more will come."""
+        """No more will come, on either of its connections."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.cut(self)
+        if self.multiplexed is not None:
+            if self._own_parts:
+                self._own_parts.clear()  # of what comes before them, some may be lost
+            self._forget_multiplex()
         self._lost = reason
         self._end()
+
+    # For the multiplex that brings its parts
+
+    def expect_multiplexed(self, stream: MultiplexedStream) -> None:
+        """Its parts may come by `stream`: from it, until `leave_multiplex`."""
+        if self._lost is None:
+            self.multiplexed, self._own_parts, self._parts = stream, self._parts, []
+            stream.begin(self)
+
+    def receive(self, data: bytes) -> None:
+        """A part of it arrived. The hot path."""
+        sink = self._sink
+        if sink is not None:
+            if sink(data):
+                return
+            self._sink = None
+        else:
+            self._parts.append(data)
+            self._num_bytes += len(data)
+            if self._num_bytes >= READ_BUFFER_BYTES:
+                self._have_it_leave()
+        self._wake()
+
+    def leave_multiplex(self) -> None:
+        """What is still missing comes as its own body, or has come so."""
+        self._forget_multiplex()
+        if self._connection is None:
+            self.complete()
+        elif self._parts:
+            if self._sink is not None and not self._sink(self._take()):
+                self._sink = None
+            self._wake()
 
     # Within
 
     @property
     def _origin(self) -> str:
         return self._connection.origin if self._connection is not None else "a worker"
+
+    def _forget_multiplex(self) -> None:
+        """Nothing more comes there: what came there precedes what came on its connection."""
+        stream, self.multiplexed = self.multiplexed, None
+        own, self._own_parts = self._own_parts, None
+        if stream is None or own is None:
+            return
+        stream.end()
+        own[:0] = self._parts
+        self._parts = own
+
+    def _have_it_leave(self) -> None:
+        """Only its own connection can be read more slowly."""
+        if self._num_bytes >= MOST_LATE_BYTES:
+            self.lose(f"{self._origin} goes on to send what is not taken")
+        elif self.multiplexed is not None:
+            self.multiplexed.ask_to_leave()
+
+    def _note_own(self, num_bytes: int) -> None:
+        """Of its own connection: the head, or what follows the parts that come elsewhere."""
+        if self._own_parts:
+            self._num_bytes += num_bytes
+            if self._num_bytes >= READ_BUFFER_BYTES and self._connection is not None:
+                self._connection.pause()
+        self._wake()
 
     def _end(self) -> None:
         self._connection = None
@@ -347,10 +431,13 @@ class Connection(asyncio.BaseProtocol):
 
     def on_headers_complete(self) -> None:
         """See `httptools.HttpResponseParser`."""
-        if self._answer is not None and self._parser is not None:
+        answer = self._answer
+        if answer is not None and self._parser is not None:
             status = self._parser.get_status_code()
             if status >= OK:  # what comes before is no answer yet
-                self._answer.status, self._answer.headers = status, self._headers
+                answer.status, answer.headers = status, self._headers
+                if answer.multiplexed is not None and MULTIPLEX not in self._headers:
+                    answer.leave_multiplex()
                 self._is_kept = self._parser.should_keep_alive()
 
     def on_message_complete(self) -> None:

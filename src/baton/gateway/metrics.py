@@ -366,6 +366,11 @@ class GatewayMetrics:
             "Streams that began with the prefill worker's token, before decode's.",
             registry=self.registry,
         )
+        self.multiplexed_streams = Counter(
+            "baton_gateway_multiplexed_streams",
+            "Streams whose worker sent them with others, over one connection.",
+            registry=self.registry,
+        )
         self.kv_events_not_followed = Counter(
             "baton_gateway_kv_events_not_followed",
             "Worker incarnations whose KV events cannot be followed at their advertised endpoint.",

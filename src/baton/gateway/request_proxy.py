@@ -475,7 +475,8 @@ class RequestProxy:
         )
         try:
             with worker.cancel_scope(), services.streams.hold(stream):
-                await self._forward(answer, url, body, headers)
+                multiplexes = worker.multiplexes_streams
+                await self._forward(answer, url, body, headers, multiplexes=multiplexes)
         except UpstreamError:
             end = find_missing_end(context, self._resumption.record)
             if end is None:
@@ -484,10 +485,17 @@ class RequestProxy:
             await self._send({"type": "http.response.body", "body": end})
 
     async def _forward(
-        self, answer: ResponseForwarder, url: URL, body: bytes, headers: bytes
+        self,
+        answer: ResponseForwarder,
+        url: URL,
+        body: bytes,
+        headers: bytes,
+        *,
+        multiplexes: bool = False,
     ) -> None:
         waiting = None if self._standby is None else await self._find_waiting()
-        response = waiting or await self._services.upstream.post(url, body, headers)
+        post = self._services.upstream.post
+        response = waiting or await post(url, body, headers, multiplexes=multiplexes)
         try:
             await answer.forward(response)
         finally:

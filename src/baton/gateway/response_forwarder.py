@@ -168,6 +168,8 @@ class ResponseForwarder:
         has_begun = self._early is not None and await self._early.close()
         kind = response.headers.get(b"content-type", b"")
         if response.status == OK and is_event_stream(kind):
+            if response.multiplexed is not None:
+                self._services.metrics.multiplexed_streams.inc()
             await self._context.start_stream(self._send)
             self._resumption.begin_stream(
                 self._decode.protocol,

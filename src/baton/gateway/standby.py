@@ -74,7 +74,10 @@ class Standby:
         url = self._worker.completion_urls[stream.context.path]
         with self._worker.cancel_scope():
             answer = await self._services.upstream.post(
-                url, body.encode_with_ticket(ticket), headers
+                url,
+                body.encode_with_ticket(ticket),
+                headers,
+                multiplexes=self._worker.multiplexes_streams,
             )
             if answer.status == HTTPStatus.OK:
                 self._answer = answer

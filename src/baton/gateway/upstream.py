@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -12,8 +13,15 @@ import msgspec
 from baton.errors import UNDECODABLE
 from baton.gateway.connection_pool import ConnectionPool
 from baton.gateway.errors import WorkerUnreachableError
+from baton.gateway.multiplexed_streams import WorkerMultiplexes
 from baton.net.tls import ClusterTls
-from baton.protocol.worker_http import ErrorBody, ErrorDetail, abort_path
+from baton.protocol.worker_http import (
+    LEAVE_MULTIPLEX_PATH,
+    MULTIPLEX_PATH,
+    ErrorBody,
+    ErrorDetail,
+    abort_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Collection
@@ -39,6 +47,7 @@ class PostRoute:
 
     pool: ConnectionPool
     head: bytes
+    multiplexes: WorkerMultiplexes
 
     def write_head(self, headers: bytes, body: bytes) -> bytes:
         """Of one request; `headers` are lines that each end with CR LF."""
@@ -56,17 +65,21 @@ class Upstream:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._pools: dict[URL, ConnectionPool] = {}
         self._post_routes: dict[URL, PostRoute] = {}
+        self._multiplexes: dict[ConnectionPool, WorkerMultiplexes] = {}
 
     def close(self) -> None:
         """Close every connection."""
         for pool in self._pools.values():
             pool.close()
 
-    async def post(self, url: URL, body: bytes, headers: bytes = b"") -> Answer:
+    async def post(
+        self, url: URL, body: bytes, headers: bytes = b"", *, multiplexes: bool = False
+    ) -> Answer:
         """Post JSON; returns when the answer's headers are here. No deadline of its own.
 
         `headers` are lines that each end with CR LF. The caller releases the answer. Cancelling
-        closes the connection, which cancels the request at the worker.
+        closes the connection, which cancels the request at the worker. `multiplexes`: a stream, of
+        a worker that can send it together with others.
 
         Raises:
             WorkerUnreachableError: no connection.
@@ -74,7 +87,12 @@ class Upstream:
         """
         route = self._post_route(url)
         connection = route.pool.take_idle() or await route.pool.connect()
-        return await _answered(connection.send(route.write_head(headers, body), body))
+        stream = route.multiplexes.new_stream() if multiplexes else None
+        if stream is None:
+            return await _answered(connection.send(route.write_head(headers, body), body))
+        answer = connection.send(route.write_head(headers + stream.header, body), body)
+        answer.expect_multiplexed(stream)
+        return await _answered(answer)
 
     def try_post(self, url: URL, body: bytes, headers: bytes) -> Answer | None:
         """Post JSON on a connection that is idle; None where there is none.
@@ -129,6 +147,7 @@ class Upstream:
         }
         if dropped:
             self._pools = {at: pool for at, pool in self._pools.items() if at not in dropped}
+            self._multiplexes = {p: self._multiplexes[p] for p in self._pools.values()}
             self._post_routes = {
                 url: route
                 for url, route in self._post_routes.items()
@@ -149,7 +168,8 @@ class Upstream:
             if len(self._post_routes) >= MOST_ROUTES:  # a ticket's paths are asked for once
                 self._post_routes.clear()
             pool = self._pool_of(url)
-            route = PostRoute(pool, self._begin_head(pool, url, b"POST ") + JSON_AND_LENGTH)
+            head = self._begin_head(pool, url, b"POST ") + JSON_AND_LENGTH
+            route = PostRoute(pool, head, self._multiplexes[pool])
             self._post_routes[url] = route
         return route
 
@@ -160,7 +180,18 @@ class Upstream:
             pool = self._pools[origin] = ConnectionPool(
                 origin, self._tls, self._connect_timeout_s, buffer=self._buffer
             )
+            self._multiplexes[pool] = self._multiplexes_of(origin, pool)
         return pool
+
+    def _multiplexes_of(self, origin: URL, pool: ConnectionPool) -> WorkerMultiplexes:
+        ask = self._begin_head(pool, origin.with_path(MULTIPLEX_PATH), b"POST ") + JSON_AND_LENGTH
+        leave = partial(self.ask, origin.with_path(LEAVE_MULTIPLEX_PATH))
+        return WorkerMultiplexes(
+            pool.connect,
+            lambda connection: connection.send(ask + b"0\r\n\r\n"),
+            lambda slot: leave(slot, self._connect_timeout_s),
+            pool.is_current,
+        )
 
 
 def worker_token(key: ClusterKey) -> str:

@@ -184,6 +184,11 @@ class Worker:
         return bool(self._cancel_scopes)
 
     @property
+    def multiplexes_streams(self) -> bool:
+        """Whether it can send its streams over one connection."""
+        return self.info is not None and self.info.multiplexes_streams
+
+    @property
     def is_available(self) -> bool:
         """Whether requests may be placed on it."""
         is_relied_on = self.health.is_usable or self.health.takes_trial

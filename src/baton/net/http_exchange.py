@@ -2,7 +2,8 @@
 
 No copy of a body that came at once, no event object, and one pattern less for each header. What
 ASGI has no message for is here for applications that run on this server alone: `on_disconnect`,
-which needs no task that waits for it, and `write`, which needs none for each part of a body.
+which needs no task that waits for it, and `write`, which needs none for each part of a body. A
+stream may send its parts with those of others (`multiplex`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ from typing import TYPE_CHECKING, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from baton.protocol.worker_http import MULTIPLEX_HEADER
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from starlette.types import ASGIApp, Message, Scope
     from uvicorn.protocols.http.flow_control import FlowControl
 
+    from baton.net.multiplex import Multiplex, Multiplexes
+
 HIGH_WATER_BYTES: Final = 64 << 10
 """Of a body that the application has not taken: then no more is read from the connection."""
 BODILESS: Final = frozenset({HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED})
 INTERNAL_ERROR: Final = b"Internal Server Error"
+EVENT_STREAM: Final = b"text/event-stream"
 EXTENSION: Final = "baton.exchange"
 """The name by which an application finds the exchange in its scope's extensions."""
 
@@ -48,12 +54,15 @@ class ResponsePath:
     on_done: Callable[[], None]
     min_taken_bytes: int
     take_timeout_s: float
+    multiplexes: Multiplexes
 
 
 class HttpExchange:
     """Owner: the event loop's thread.
 
-    `on_disconnect` is called once, if the client leaves before the response is complete.
+    `on_disconnect` is called once, if the client leaves before the response is complete,
+    `on_shutdown` if the server ends before that.
+    `wanted_multiplex`: where the client would have a stream's parts, and its number there.
     `is_gateway`: a gateway has proved over this connection that it is one. `peer_certificate`: in
     DER, what the client has proved to be its own, where both sides show one.
     """
@@ -73,6 +82,11 @@ class HttpExchange:
         self._waits_for_continue, self.is_gateway = expects_continue, is_gateway
         self.peer_certificate = peer_certificate
         self.on_disconnect: Callable[[], None] | None = None
+        self.on_shutdown: Callable[[], None] | None = None
+        self.multiplexes = path.multiplexes
+        self.wanted_multiplex: tuple[Multiplex, int] | None = None
+        self._multiplex: Multiplex | None = None
+        self._number = 0
         self.disconnected = self.response_started = self.response_complete = False
         self.more_body = True
         self._parts: list[bytes] = []
@@ -107,6 +121,8 @@ class HttpExchange:
         if self.response_complete:
             return
         self.disconnected = True
+        if self._multiplex is not None:
+            self._multiplex.end(self._number)
         self._wake()
         callback, self.on_disconnect = self.on_disconnect, None
         if callback is not None:
@@ -126,7 +142,7 @@ class HttpExchange:
             await self._give_up()
             raise
         finally:
-            self.on_disconnect = None
+            self.on_disconnect = self.on_shutdown = None
 
     # ASGI
 
@@ -172,13 +188,16 @@ class HttpExchange:
             self._send_body(message.get("body", b""), is_last=not is_part)
             if is_part and self._flow.write_paused:
                 await self._flow.drain()
+            elif self._multiplex is not None and self._multiplex.is_full:
+                await self._multiplex.drain()
 
     # For applications that run on this server alone
 
     def write(self, body: bytes) -> bool:
         """Send a part of a body that has begun and goes on; whether the client takes more now."""
         if not self.disconnected:
-            if self._is_chunked and not self._held_back and not self._is_head and body:
+            is_plain = not (self._held_back or self._is_head or self._multiplex)
+            if self._is_chunked and is_plain and body:
                 self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
             else:
                 self._send_body(body, is_last=False)
@@ -187,6 +206,17 @@ class HttpExchange:
     async def drain(self) -> None:
         """Return when the client takes more."""
         await self._flow.drain()
+
+    # For its multiplex
+
+    def leave_multiplex(self) -> None:
+        """See `MultiplexedAnswer`."""
+        self._multiplex = None
+
+    def abort(self) -> None:
+        """See `MultiplexedAnswer`: the client sees that its answer is not complete."""
+        self._multiplex = None
+        self._transport.abort()
 
     # Within
 
@@ -228,6 +258,8 @@ class HttpExchange:
         if not has_length and not self._is_head and status not in BODILESS:
             self._is_chunked = True
             lines.append((b"transfer-encoding", b"chunked"))
+            if self.wanted_multiplex is not None and _is_stream(lines):
+                self._begin_multiplexed(*self.wanted_multiplex, lines)
         head = b"\r\n".join([b"%b: %b" % line for line in lines])
         if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1:
             raise RuntimeError("a header of the response has a line break")
@@ -235,7 +267,20 @@ class HttpExchange:
         self._held_back.append(b"%b%b\r\n\r\n" % (STATUS_LINE[status], head))
         self._path.loop.call_soon(self._flush)
 
+    def _begin_multiplexed(
+        self, multiplex: Multiplex, number: int, lines: list[tuple[bytes, bytes]]
+    ) -> None:
+        if multiplex.begin(number, self):
+            self._multiplex, self._number = multiplex, number
+            lines.append((MULTIPLEX_HEADER.encode(), multiplex.id))
+
     def _send_body(self, body: bytes, *, is_last: bool) -> None:
+        if self._multiplex is not None:
+            self._multiplex.send(self._number, body)
+            if not is_last:
+                return
+            body = b""
+            self._multiplex.end(self._number)
         data = body
         if self._is_head:
             self._num_left_bytes, data = 0, b""
@@ -285,3 +330,7 @@ class HttpExchange:
         headers = [(b"content-type", b"text/plain; charset=utf-8"), length]
         await self.send({"type": "http.response.start", "status": 500, "headers": headers})
         await self.send({"type": "http.response.body", "body": INTERNAL_ERROR})
+
+
+def _is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(n == b"content-type" and value.startswith(EVENT_STREAM) for n, value in headers)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.errors import ConfigError
+from baton.net.multiplex import Multiplexes
 from baton.protocol.worker_http import ErrorBody, ErrorDetail
 from baton.telemetry.log_limit import LimitedLog
 
@@ -110,6 +111,7 @@ class Connections:
         tls: HttpTls | None = None,
     ) -> None:
         self.limits, self.tls = limits, tls
+        self.multiplexes = Multiplexes()
         self._log, self._on_refused = LimitedLog(log, clock), on_refused
         # The longest wait first. One that was served before is likely to be an honest client's.
         self._new: dict[BoundedHttpProtocol, None] = {}

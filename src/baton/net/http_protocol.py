@@ -120,6 +120,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         exchange, last_request_s = self._exchange, self._limits.last_request_s
         if exchange is None or exchange.response_complete:
             self._close_soon()
+        elif exchange.on_shutdown is not None:
+            exchange.on_shutdown()
         elif not (exchange.response_started and last_request_s):
             exchange.keep_alive = False
 
@@ -255,6 +257,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             is_gateway=is_gateway,
             peer_certificate=None if self._tls is None else self._tls.peer_certificate,
         )
+        if self._table.multiplexes.by_id:
+            exchange.wanted_multiplex = self._table.multiplexes.find(self.headers)
         scope["extensions"] = {EXTENSION: exchange}
         if before is None or before.response_complete:
             self._start(exchange, scope)
@@ -373,6 +377,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             on_done,
             min_taken_bytes=self._limits.min_body_bytes,
             take_timeout_s=CLOSE_TIMEOUT_S,
+            multiplexes=self._table.multiplexes,
         )
 
     def _start(self, exchange: HttpExchange, scope: Scope) -> None:

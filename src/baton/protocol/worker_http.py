@@ -37,6 +37,9 @@ FIRST_TOKEN_SUFFIX: Final = "/first_token"  # noqa: S105 - a path
 STANDBYS_PREFIX: Final = "/baton/v1/standbys/"
 TOKENS_SUFFIX: Final = "/tokens"
 MAX_NEXT_TOKENS_BYTES: Final = 1 << 20
+MULTIPLEX_PATH: Final = "/baton/v1/multiplex"
+LEAVE_MULTIPLEX_PATH: Final = "/baton/v1/multiplex/leave"
+MAX_SLOT_BYTES: Final = 64
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TIMEOUT_HEADER: Final = "x-baton-timeout-s"
@@ -55,6 +58,9 @@ SEED_HEADER: Final = "x-baton-seed"
 """For requests that have none: a number below 2^63. A vLLM server that samples with it, so that the
 same request gives the same answer elsewhere, answers with it."""
 MAX_SEED_DIGITS: Final = 19
+MULTIPLEX_HEADER: Final = "x-baton-multiplex"
+"""Of a request whose stream may come with others over one connection, `ID.NUMBER`; of an answer
+that does, and of that connection's own, `ID`."""
 
 MAX_ABORT_BYTES: Final = 4096
 MAX_REASON_CHARS: Final = 500
@@ -131,7 +137,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     worker knows its tokenizer's longest token. `max_step_tokens`: of prompts and answers together,
     its engine computes so many in one step. `takes_unsigned_tickets`: it knows by the connection
     that a gateway sends one, and needs no signature. `resumes_streams`: of a vLLM server, that it
-    goes on with streams from token ids, as Baton's workers do. `topology` is
+    goes on with streams from token ids, as Baton's workers do. `multiplexes_streams`: it answers at
+    `MULTIPLEX_PATH`. `topology` is
     `zone/rack/host/device`, levels that are not known empty, or left out at the end.
     """
 
@@ -157,6 +164,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_standby: bool = False
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = False
+    multiplexes_streams: bool = False
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)
     topology: Topology = ""

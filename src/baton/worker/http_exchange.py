@@ -28,7 +28,7 @@ from baton.net.http_exchange import HttpExchange as Connection
 from baton.protocol.worker_http import REQUEST_ID_HEADER, ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Sequence
 
     from starlette.types import Receive, Scope, Send
 
@@ -135,6 +135,11 @@ class HttpExchange:
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, ((b"content-type", content_type), length, *headers))
         await self._send({"type": "http.response.body", "body": body})
+
+    async def hand_to(self, serve: Callable[[Connection], Awaitable[None]]) -> None:
+        """Have it answered by what serves its connection's exchange."""
+        self.started = True
+        await serve(self._connection)
 
     async def send_nothing(self) -> None:
         """Respond with 204."""

@@ -111,6 +111,7 @@ class StatusPages:
                 modes=self.options.modes,
                 has_kv_journal=True,
                 has_standby=isinstance(self.engine, StandbyEngine),
+                multiplexes_streams=True,
                 takes_unsigned_tickets=self.options.is_tls and self.options.credentials is not None,
                 tokenizer=self.tokenizer_digest,
                 topology=self.options.topology,

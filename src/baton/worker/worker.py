@@ -18,6 +18,7 @@ from baton.handoff.pool_mode.metrics import PoolModeCollector
 from baton.handoff.pool_mode.store_report import report_store
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
 from baton.net.http_server import count_refusals
+from baton.net.multiplex_server import MULTIPLEX_HANDLERS
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
@@ -49,7 +50,7 @@ from baton.tokenizer.tokenizer import load_tokenizer
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
 from baton.worker.generation import GenerationContext, GenerationService
-from baton.worker.http_exchange import FencedError
+from baton.worker.http_exchange import FencedError, HttpExchange
 from baton.worker.metrics import EngineCollector, FenceCollector, LeaseCollector, RequestObserver
 from baton.worker.prompts import NUM_THREADS, PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
@@ -285,6 +286,10 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
             INFO_PATH: {"GET": pages.info},
             LINKS_PATH: {"GET": pages.links},
             TRANSFERS_PATH: {"GET": pages.transfers_page},
+            **{
+                path: {"POST": partial(HttpExchange.hand_to, serve=serve)}
+                for path, serve in MULTIPLEX_HANDLERS.items()
+            },
         },
         patterns=(
             PatternRoute(TRACES_PREFIX, "", {"GET": pages.trace}),

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
+from baton.net.http_exchange import EXTENSION
+from baton.net.multiplex_server import MULTIPLEX_HANDLERS
 from baton.net.preemption import describe_plain_drain
 from baton.protocol.worker_http import MOVE_HEADER, Health
 
@@ -116,6 +118,8 @@ class AccessMiddleware:
             await _refuse(send, 503, drain_state.describe_drain())
         elif (reason := drain_state.find_fenced()) is not None and path in OPEN_PATHS:
             await _refuse(send, 503, {"status": "fenced", "reason": reason})
+        elif scope["method"] == "POST" and path in MULTIPLEX_HANDLERS:
+            await MULTIPLEX_HANDLERS[path](scope["extensions"][EXTENSION])
         elif scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif drain_state.is_draining and not (drain_state.num_open and MOVES in scope["headers"]):

@@ -139,7 +139,8 @@ class ModelFacts:
     """The served model, as vLLM's configuration describes it.
 
     `takes_unsigned_tickets`: every client of the server is a gateway. `resumes_streams`: Baton
-    started it, and it goes on with other servers' streams from their token ids.
+    started it, and it goes on with other servers' streams from their token ids; then it can send
+    streams by a multiplex, too.
     `adapter_settings`: how it applies LoRA adapters (`describe_settings`). `may_unmap_kv`: it can
     be put to sleep.
     """
@@ -188,6 +189,7 @@ def describe_worker(
         topology=model.topology,
         takes_unsigned_tickets=model.takes_unsigned_tickets,
         resumes_streams=model.resumes_streams,
+        multiplexes_streams=model.resumes_streams,
         modes=modes,
         has_kv_journal=has_journal,
     )
