@@ -1,7 +1,7 @@
 """`baton` where it starts processes of its own, with their modules loaded (`tests.preloaded`).
 
 A launcher is forked from a process that has them, and so has them, too: what it starts by
-`python -m baton.cli …` is forked from it in turn. Each is a child in a session of its own, with the
+`python -m baton.…` is forked from it in turn. Each is a child in a session of its own, with the
 pipes, descriptors, environment and arguments that it was to have; its name is its command's.
 """
 
@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import gc
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -28,7 +29,9 @@ from tests.preloaded import forget_the_tests
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-OUR_COMMAND: Final = [sys.executable, "-m", "baton.cli"]
+PYTHON: Final = [sys.executable, "-m"]
+OURS: Final = "baton."
+COMMANDS: Final = "baton.cli"
 PR_SET_NAME: Final = 15
 
 _libc = ctypes.CDLL(None)
@@ -41,7 +44,7 @@ class ForkingPopen(subprocess.Popen[bytes]):
     def _execute_child(self, *given: Any) -> None:
         command, _, prepare, _, kept, folder, environment, *_ = given
         pipes = given[10:16]
-        if list(command[:3]) != OUR_COMMAND:
+        if list(command[:2]) != PYTHON or not command[2].startswith(OURS):
             super()._execute_child(*given)  # type: ignore[misc]
             return
         assert folder is None
@@ -53,7 +56,7 @@ class ForkingPopen(subprocess.Popen[bytes]):
             streams = (pipes[0], pipes[3], pipes[5])
             if has_own_session:
                 os.setsid()
-            _become(command[3:], streams, kept, environment, prepare)
+            _become(command[2:], streams, kept, environment, prepare)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -93,9 +96,13 @@ def _become(
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for its life
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", 1, encoding="utf-8", closefd=False)  # noqa: SIM115
-        sys.argv = ["baton", *words]
-        _libc.prctl(PR_SET_NAME, words[0].encode())
-        baton()
+        module, *sys.argv[1:] = words
+        _libc.prctl(PR_SET_NAME, words[module == COMMANDS].encode())
+        if module == COMMANDS:
+            sys.argv[0] = "baton"
+            baton()
+        sys.modules.pop(module, None)  # it runs as `__main__`
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as exc:
         status = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
     except BaseException:  # noqa: BLE001 - as at the end of any process

@@ -19,6 +19,9 @@ TIMEOUT_S: Final = 60
 HUGE: Final = "9" * 5000
 DEEP: Final = 100_000
 
+ALWAYS_SENT: Final = ("model", "max_tokens", "stream", "n")
+"""Fields of chats that `explore` never leaves out."""
+
 _VALUES: Final[Mapping[str, str]] = {
     "NaN": "NaN",
     "a huge number": HUGE,
@@ -116,12 +119,14 @@ def explore(
     *changes: str,
     model: dict[str, Any],
     required: tuple[str, ...] = (),
+    is_whole: bool = True,
 ) -> None:
     """Let schemathesis send what the gateway's own description allows, and what it does not.
 
     Not checked: that all that is allowed is accepted. A schema says nothing of what an engine
     has, nor of a context's length. `model` is changed in the properties of both requests, so that
-    most requests reach a worker; they have these `required` fields besides.
+    most requests reach a worker; they have these `required` fields besides. Unless `is_whole`, of
+    the 37 fields that both describe alike, and one class reads for both, completions alone get all.
     """
     with urllib.request.urlopen(f"{gateway_url}/openapi.json", timeout=TIMEOUT_S) as response:
         document = json.load(response)
@@ -129,6 +134,11 @@ def explore(
     for request in ("ChatCompletionRequest", "CompletionRequest"):
         schemas[request]["properties"].update(model)
         schemas[request]["required"] = [*schemas[request].get("required", ()), *required]
+    if not is_whole:
+        chat = schemas["ChatCompletionRequest"]["properties"]
+        others = schemas["CompletionRequest"]["properties"]
+        for name in [n for n in chat if chat[n] == others.get(n) and n not in ALWAYS_SENT]:
+            del chat[name]
     schemas["ChatMessage"]["required"] = ["role", "content"]
     schemas["ChatMessage"]["properties"]["content"] = {"type": "string"}
     # Templates refuse others: none would reach a worker.

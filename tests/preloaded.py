@@ -4,8 +4,9 @@ To import torch, transformers and Baton takes seconds of processor time, and vLL
 the three processes of a server; the tests start tens of them. From its command line on, such a
 process is as any other: a session, a log and an exit status of its own, ended by the same signals.
 What differs: vLLM forks its engine and its worker, as it does by default where there are GPUs, but
-where TESTS_START_METHOD=spawn says otherwise; and it compiles nothing with torch.
-tests/integration/test_vllm_worker.py and a test of test_up_demo.py start workers by their command.
+where TESTS_START_METHOD=spawn says otherwise; these wait for each other without spinning, and end
+without a search for garbage; and it compiles nothing with torch. Tests of
+tests/integration/test_vllm_worker.py and test_up_demo.py start workers by their command.
 """
 
 from __future__ import annotations

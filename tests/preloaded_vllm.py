@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     ):
         import_module(_name)
     from vllm import plugins
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
@@ -39,6 +40,12 @@ with warnings.catch_warnings():
 LookupCost.observe_step = lambda *_: None
 gc.freeze()  # see `tests.preloaded_modules`
 gc.enable()
+# As an engine ends vLLM searches all of this for garbage: two seconds of processor time each.
+gc.unfreeze = lambda: None
+# An engine and its worker wait for each other's messages, and do not spin for a second after each.
+# Who waits may miss a notice, and looks by itself soon.
+shm_broadcast.SpinCondition.__init__.__defaults__ = (0.0,)
+shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 20
 
 for _module in (coordinator, utils, multiproc_executor):
     # For CPUs vLLM sets the method "spawn" by itself, and that would import all of it again.

@@ -52,8 +52,9 @@ def test_bad_requests_are_refused(gateway_url: str) -> None:
     check_bad_requests(gateway_url)
 
 
-def test_it_serves_what_it_describes(gateway_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.every)])
+def test_it_serves_what_it_describes(gateway_url: str, tmp_path: Path, is_whole: bool) -> None:
     explore(
         gateway_url, tmp_path, "--exclude-checks", "positive_data_acceptance", "-n", "8",
-        model={"model": {"const": "demo"}},
+        model={"model": {"const": "demo"}}, is_whole=is_whole,
     )  # fmt: skip

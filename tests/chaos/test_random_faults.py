@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from baton.testing.fleet import FleetProcess
 
 NUM_ROUNDS, NUM_ROUNDS_OF_ALL_CHAOS = 2, 4
-NUM_REQUESTS = 30
+NUM_REQUESTS = 20
 LONGEST = 600
 SPREAD_S = 2.5
 LEAVING = 0.4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from typing import Final
@@ -12,51 +13,22 @@ from baton.testing.transport_contract import process
 from baton.transfer.transports.mooncake import session
 from tests.forked_module import ForkingSubprocess
 
-IN_FULL: Final = {"TestTcp", "TestShared", "TestLocal", "TestNixlOverTheNetwork"}
-COMMON_CHECKS: Final = {
-    "test_a_description_that_makes_no_sense_is_not_attached",
-    "test_a_read_out_of_range_is_refused",
-    "test_a_write_out_of_bounds_is_not_posted",
-}
-"""Every transport inherits these refusals (`baton.transfer.region`): their further cases are tried
-with the transports `IN_FULL`, and with the others by `make chaos`."""
-LIKE_ANOTHER: Final = {
-    "TestFaultlessWrapper",  # TestShared
-    "TestFileInMemory",  # TestFileOnDisk
-    "TestMooncake",  # TestNixlOverTheNetwork
-    "TestNixlOnOneHost",  # TestNixlOverTheNetwork
-    "TestNixlWithoutPreparedLists",  # TestNixlOverTheNetwork
-    "TestSharedDevice",  # TestShared
-    "TestSharedDeviceLibpmem",  # TestSharedDevice
-    "TestSharedDeviceMsync",  # TestSharedDevice
-    "TestStripedTcp",  # TestTcp
-    "TestTcpOverTls",  # TestTcp
-}
-"""Each with the one whose code it shares, but for how bytes are moved."""
-SEVERAL_CASES: Final = {
-    "test_a_description_that_does_not_fit_is_lost",
-    "test_a_peer_with_the_key_that_sends_nonsense_is_hung_up_on",
-    "test_a_region_that_is_not_what_was_described_is_not_read",
-    "test_an_unauthenticated_peer_that_sends_nonsense_is_hung_up_on",
-    "test_arrays_that_are_not_there",
-    "test_pages_outside_the_grant_are_refused",
-    "test_several_arrays_at_once_are_read_or_refused",
-    "test_several_arrays_at_once_land_or_are_refused",
-    "test_spans_are_read_between_pages_of_other_sizes",
-    "test_spans_between_pages_of_other_sizes",
-}
-"""Of these the classes `LIKE_ANOTHER` have one case, and the others by `make chaos`."""
 SUITES: Final = "baton.testing.transport_contract."
+OF_ONE_SIDED: Final = ("reading.FailedReadContract", "write_grants")
 SAME_CODE: Final = {
     "TestFaultlessWrapper": ("peers",),
     "TestFileInMemory": ("peers", "reading", "write_grants"),
-    "TestNixlOnOneHost": ("write_grants",),
+    "TestMooncake": (*OF_ONE_SIDED, "peers.UnauthenticatedPeerContract"),
+    "TestNixlOnOneHost": (*OF_ONE_SIDED, "peers"),
+    "TestNixlWithoutPreparedLists": OF_ONE_SIDED,
     "TestSharedDeviceLibpmem": ("peers", "write_grants"),
     "TestSharedDeviceMsync": ("peers", "reading", "write_grants"),
     "TestStripedTcp": ("write_grants",),
     "TestTcpOverTls": ("write_grants",),
 }
-"""Of the suites, those of whose code nothing is this class's own: by `make chaos`."""
+"""Of the suites, those of whose code nothing is this class's own: by `make chaos`. Of Mooncake and
+NIXL all but how bytes move is `OneSidedTransport`'s: `TestNixlOverTheNetwork` has it in full."""
+IN_ANY_CASE: Final = {"test_nothing_lands_after_quiescence"}
 SAME_LINK: Final = {
     "TestFileInMemory",
     "TestSharedDeviceLibpmem",
@@ -73,30 +45,42 @@ WRITERS_IN_OTHER_PROCESSES: Final = {
 `make test` they have a writer that is stopped and killed, and one that never stops."""
 
 
+HALF_OF_CALLS: Final = {
+    "test_a_process_killed_at_any_system_call_leaves_a_right_store": {
+        "TestFileTier": "[0]",
+        "TestPooledBodies": "[1]",
+    },
+    "test_a_system_call_that_fails_costs_caching_only": {
+        "TestFileTier": f"[{errno.ENOSPC}]",
+        "TestPooledBodies": f"[{errno.EIO}]",
+    },
+}
+"""Which of the cases a tier has in `make test`: every second system call that a process is killed
+at, and one error. Most are of code that both tiers have. `make chaos` has the other half."""
+
+
 def is_another_classs(item: pytest.Item, name: str, suite: str) -> bool:
     """Whether all that a test goes through is what it goes through with another class."""
     if name in WRITERS_IN_OTHER_PROCESSES and suite in SAME_LINK:
         return True
-    module = getattr(getattr(item, "function", None), "__module__", "")
-    return module in {SUITES + each for each in SAME_CODE.get(suite, ())}
+    if name in HALF_OF_CALLS:
+        return not item.name.endswith(HALF_OF_CALLS[name].get(suite, "]"))
+    if name in IN_ANY_CASE and suite not in SAME_LINK:
+        return False
+    function = getattr(item, "function", None)
+    module = getattr(function, "__module__", "")
+    base, _, _ = getattr(function, "__qualname__", "").partition(".")
+    others = {SUITES + each for each in SAME_CODE.get(suite, ())}
+    return module in others or f"{module}.{base}" in others
 
 
 @pytest.hookimpl(tryfirst=True)  # before those with the mark are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what `make chaos` tries beyond `make test`."""
-    begun: set[str] = set()
     for item in items:
         name = getattr(item, "originalname", item.name)
         suite = getattr(item.parent, "name", "")
-        if not item.nodeid.startswith("tests/contract/"):
-            continue
-        has_one = (name in COMMON_CHECKS and suite not in IN_FULL) or (
-            name in SEVERAL_CASES and suite in LIKE_ANOTHER
-        )
-        first, _, _ = item.nodeid.partition("[")
-        is_further = has_one and first in begun
-        begun.add(first)
-        if is_further or is_another_classs(item, name, suite):
+        if item.nodeid.startswith("tests/contract/") and is_another_classs(item, name, suite):
             item.add_marker(pytest.mark.every)
 
 

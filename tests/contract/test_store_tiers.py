@@ -99,8 +99,11 @@ class TestSharedTier(FolderFaultContract):
 
     # `TestPooledBodies` has the same files, and more.
     @pytest.mark.every
-    def test_a_process_killed_at_any_system_call_leaves_a_right_store(self, tmp_path: Path) -> None:
-        super().test_a_process_killed_at_any_system_call_leaves_a_right_store(tmp_path)
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_a_process_killed_at_any_system_call_leaves_a_right_store(
+        self, tmp_path: Path, first: int
+    ) -> None:
+        super().test_a_process_killed_at_any_system_call_leaves_a_right_store(tmp_path, first)
 
     @pytest.mark.every
     @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])

@@ -71,7 +71,7 @@ def submit_all(prefill: Node, decode: Node) -> None:
         prefill.submit(name, PrefillRequest(ticket))
 
 
-@pytest.mark.parametrize("op", ["WRITE", "READ"])
+@pytest.mark.parametrize("op", ["WRITE", pytest.param("READ", marks=pytest.mark.every)])
 def test_what_waits_in_prefills_queue_for_longer_than_a_handoff_may_take_is_handed_over(
     op: TransferOp, answers_alone: dict[str, list[int]]
 ) -> None:

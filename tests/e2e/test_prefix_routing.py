@@ -118,7 +118,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("policy", ["prefix", "cost"])
+@pytest.mark.parametrize("policy", ["prefix", pytest.param("cost", marks=pytest.mark.every)])
 def test_turns_of_conversations_go_where_their_kv_is(fleet, workers, policy):
     both = [workers["one"], workers["two"]]
     gateway = fleet.start_gateway([], [], both=both, settings={**TLS, "router.policy": policy})

@@ -12,7 +12,7 @@ from tests.e2e.client import TLS, Answer, ask_all, make_prompts, read_trace, str
 if TYPE_CHECKING:
     from tests.e2e.conftest import WorkerCluster
 
-NUM_PROMPTS = 32
+NUM_PROMPTS = 18
 
 
 @pytest.fixture(scope="module", name="prompts")
@@ -56,7 +56,7 @@ def test_many_prompts_sixteen_at_a_time(
 
 
 def test_pulled_prompts(cluster: WorkerCluster) -> None:
-    prompts = make_prompts(16, seed=3, longest=1000)
+    prompts = make_prompts(8, seed=3, longest=1000)
     expected = ask_all(cluster.colocated.url, prompts)
     answers = ask_all(cluster.pulling_gateway.url, prompts)
     assert answers == expected

@@ -396,6 +396,7 @@ async def begin_move(
     return source, gateway, client, asking
 
 
+@pytest.mark.every  # the new one dies below, and running ones in chaos/test_resumed_streams.py
 def test_the_old_worker_dies_in_mid_move(
     workers: Workers, target: FleetProcess, oracle: FleetProcess
 ) -> None:

@@ -58,7 +58,7 @@ def test_idle_servers_rest(cluster: VllmCluster) -> None:
     wait_idle(cluster.prefill, cluster.decode)
     for server in (cluster.prefill, cluster.decode):
         # A busy machine makes the same work dearer for a while; what spins does so each time.
-        assert any(measure_cores(server, 2.0) < IDLE_CORES for _ in range(3)), server.name
+        assert any(measure_cores(server, 1.0) < IDLE_CORES for _ in range(5)), server.name
 
 
 def test_a_server_that_waits_for_kv_does_not_spin(cluster: VllmCluster) -> None:
@@ -68,7 +68,7 @@ def test_a_server_that_waits_for_kv_does_not_spin(cluster: VllmCluster) -> None:
     handoff = Handoff.make(prefill, decode, prompt)
     answering = handoff.ask_decode()
     wait_until(lambda: not is_idle(cluster.decode))
-    assert any(measure_cores(cluster.decode, 2.0) < WAITING_CORES for _ in range(3))
+    assert any(measure_cores(cluster.decode, 1.0) < WAITING_CORES for _ in range(5))
     assert not answering.done(), "it did not wait"
     decode.give_up(handoff.ticket, "the test is over")
     assert read_tokens(answering.result()) == expected

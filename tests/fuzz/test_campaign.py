@@ -63,7 +63,7 @@ def planted(read, encoder=None) -> Target:
     return Target("planted", read, (ProtocolError,), (SEED,), "msgpack", encoder, max_s=0.1)
 
 
-def run_planted(read, encoder, num_inputs=3000):
+def run_planted(read, encoder, num_inputs=1500):
     """In a process of its own: its memory is bounded."""
     TARGETS["planted"] = planted(read, encoder)
     return [

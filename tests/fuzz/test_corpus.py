@@ -19,7 +19,7 @@ DECODERS = [name for name in TARGETS if not name.endswith("-peer")]
 MAX_BYTES = 4 << 20
 MAX_BYTES_PER_BYTE = 400
 MAX_CORPUS_BYTES = 300 << 10
-NUM_INPUTS = 8_000
+NUM_INPUTS = 4_000
 
 
 @pytest.mark.parametrize("name", DECODERS)

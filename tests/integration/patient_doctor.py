@@ -1,18 +1,21 @@
 """`baton` whose doctor gives its probes more time: other tests take the cores.
 
 To try a transport starts two processes: with the variable `TRIED_TRANSPORTS` no others are tried
-than it names. (What hangs is cut: test_isolation.py.)
+than it names, by forked processes that import nothing. (What hangs is cut: test_isolation.py.)
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from baton.cli.main import main
 from baton.ops.doctor import reporting
 from baton.ops.doctor.finding import Area
+from tests.forking_launcher import ForkingPopen
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +26,12 @@ if TYPE_CHECKING:
 
 TRIED_TRANSPORTS: Final = "TRIED_TRANSPORTS"
 TIMEOUT_S: Final = 120.0
+LOADED: Final = (
+    "baton.ops.doctor.transport_check",
+    "baton.rig.node",
+    "baton.transfer.transports.shared",
+    "baton.transfer.transports.tcp",
+)
 
 _run_probes = reporting.run_probes
 
@@ -40,4 +49,8 @@ def run_probes(probes: Sequence[Probe], host: Host, clock: Clock) -> list[Findin
 
 if __name__ == "__main__":
     reporting.run_probes = run_probes
+    if TRIED_TRANSPORTS in os.environ:
+        for name in LOADED:
+            import_module(name)
+        subprocess.Popen = ForkingPopen  # type: ignore[misc]
     main()

@@ -22,6 +22,9 @@ from baton.bench.link.report import Report
 from baton.cli.main import run as run_here
 from benchmarks import transport_choice_model
 from benchmarks.transport_choice_model import ChoiceReport
+from tests import forking_launcher
+from tests.forked_module import run_forked
+from tests.preloaded import TORCH, PreloadedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -31,6 +34,8 @@ CHOICE = [
     sys.executable,
     str(Path(transport_choice_model.__file__).with_name("transport_choice.py")),
 ]
+FORKING = [sys.executable, "-m", forking_launcher.__name__, "bench", "link"]
+"""The same, whose processes import nothing; one test starts it as a user does."""
 QUICK = ["--quick", "--sizes", "5000,100KB"]
 SMALL = ["--quick", "--sizes", "5000"]
 PEERS = ("NIXL", "gloo", "socket")
@@ -70,7 +75,7 @@ def measured(tmp_path_factory):
     """Two processes of this host: two transports, and one that cannot be built."""
     asked = [word for kind in ("shared", "tcp", "file") for word in ("--transport", kind)]
     environment = environment_of(tmp_path_factory.mktemp("state"))
-    ended = run([*QUICK, *asked, "--json"], environment)
+    ended = run_forked([*FORKING, *QUICK, *asked, "--json"], environment, TIMEOUT_S)
     assert ended.returncode == 1, ended.stderr + ended.stdout[-2000:]  # `file` was asked for
     return msgspec.json.decode(ended.stdout, type=Report)
 
@@ -81,21 +86,23 @@ def find_children(pid):
 
 @contextmanager
 def listening(environment) -> Generator[str]:
-    process = subprocess.Popen(
-        [*LINK, "--listen", "127.0.0.1:0"], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stderr is not None
-        reported = process.stderr.readline()
-        assert "listening on" in reported
-        yield reported.split("listening on ")[1].split(";")[0]
-    finally:
-        process.send_signal(signal.SIGINT)
+    words = ["bench", "link", "--listen", "127.0.0.1:0"]
+    read, write = os.pipe()
+    with os.fdopen(read) as said, os.fdopen(write, "wb") as stderr:
+        process = PreloadedProcess(TORCH, forking_launcher.__name__, words, environment, stderr)
+        stderr.close()
         try:
-            assert process.wait(TIMEOUT_S) == 130
+            reported = said.readline()
+            assert "listening on" in reported
+            yield reported.split("listening on ")[1].split(";")[0]
         finally:
-            process.kill()
-            process.stderr.close()
+            process.send_signal(signal.SIGINT)
+            try:
+                assert process.wait(TIMEOUT_S) == 130
+            finally:
+                process.send_signal(signal.SIGKILL)
+                process.wait(TIMEOUT_S)
+                process.stdout.close()
 
 
 def test_two_processes_of_this_host_are_measured_and_their_bytes_verified(measured):

@@ -68,6 +68,21 @@ def prompt() -> str:
     return f"Letter {uuid.uuid4().hex}. " + "She smiled, and said nothing of it. " * 12
 
 
+BODY: dict[str, Any] = {"prompt": prompt(), "max_tokens": NUM_TOKENS, "ignore_eos": True}
+"""Of each handoff, which is another tenant's: nothing of the prompt is cached for it."""
+
+
+@pytest.fixture(scope="module")
+def choices(prefill: WorkerProcess) -> Any:
+    """What one worker alone answers."""
+
+    async def ask_alone() -> Any:
+        async with asking() as ask:
+            return (await ask(prefill, BODY)).json()["choices"]
+
+    return asyncio.run(ask_alone())
+
+
 async def until(
     what: str, holds: Callable[[], Awaitable[bool]], patience_s: float = PATIENCE_S
 ) -> None:
@@ -93,7 +108,8 @@ async def hand_over(
     ask: Any, sender: WorkerProcess, receiver: WorkerProcess, body: dict[str, Any]
 ) -> tuple[asyncio.Task[Answer], asyncio.Task[Answer]]:
     """Both legs of one request; the decode leg's has begun to read borrowed blocks."""
-    _, text = make_ticket(sender.ref, receiver.ref, mode="reference")
+    tenant = uuid.uuid4().hex
+    _, text = make_ticket(sender.ref, receiver.ref, tenant, mode="reference")
     legs = (
         asyncio.create_task(ask(sender, body, text)),
         asyncio.create_task(ask(receiver, body, text)),
@@ -108,15 +124,15 @@ async def hand_over(
     return legs
 
 
-def test_nothing_is_moved_and_all_comes_back(prefill: WorkerProcess, decode: WorkerProcess) -> None:
+def test_nothing_is_moved_and_all_comes_back(
+    prefill: WorkerProcess, decode: WorkerProcess, choices: Any
+) -> None:
     async def scenario() -> None:
-        body = {"prompt": prompt(), "max_tokens": NUM_TOKENS, "id": "whole", "ignore_eos": True}
         async with asking() as ask:
-            first, second = await hand_over(ask, prefill, decode, body)
+            first, second = await hand_over(ask, prefill, decode, BODY | {"id": "whole"})
             assert (await first).status == 200
             answer = await second
-            alone = await ask(prefill, body | {"id": "alone"})
-        assert answer.json()["choices"] == alone.json()["choices"]
+        assert answer.json()["choices"] == choices
         trace = await read_trace(decode, "whole")
         assert (trace.mode, trace.transport, trace.num_bytes) == ("reference", "reference", 0)
         assert trace.num_received_tokens == trace.num_prompt_tokens
@@ -126,19 +142,17 @@ def test_nothing_is_moved_and_all_comes_back(prefill: WorkerProcess, decode: Wor
     asyncio.run(scenario())
 
 
-def test_a_lender_that_is_killed_leaves_a_right_answer(decode: WorkerProcess) -> None:
+def test_a_lender_that_is_killed_leaves_a_right_answer(decode: WorkerProcess, choices: Any) -> None:
     async def scenario() -> None:
-        body = {"prompt": prompt(), "max_tokens": NUM_TOKENS, "ignore_eos": True}
         async with asking() as ask:
             with worker("p1", "prefill") as victim:
-                first, second = await hand_over(ask, victim, decode, body | {"id": "orphan"})
+                first, second = await hand_over(ask, victim, decode, BODY | {"id": "orphan"})
                 victim.popen.send_signal(signal.SIGKILL)
                 victim.popen.wait(30)
                 assert not second.done(), "it was over before the lender died"
                 answer = await second
                 await asyncio.gather(first, return_exceptions=True)
-            alone = await ask(decode, body | {"id": "alone"})
-        assert answer.json()["choices"] == alone.json()["choices"]
+        assert answer.json()["choices"] == choices
         assert (await read_trace(decode, "orphan")).fallbacks == []
         await until("all blocks are free", to_come_back(decode))
 
@@ -159,14 +173,13 @@ def stopped(running: WorkerProcess) -> Generator[None]:
 
 
 def test_nothing_is_reused_under_a_borrower_that_was_stopped(
-    prefill: WorkerProcess, decode: WorkerProcess
+    prefill: WorkerProcess, decode: WorkerProcess, choices: Any
 ) -> None:
     """The link ends, and the lender's pool is filled several times over; then it goes on."""
 
     async def scenario() -> None:
-        body = {"prompt": prompt(), "max_tokens": NUM_TOKENS, "ignore_eos": True}
         async with asking() as ask:
-            first, second = await hand_over(ask, prefill, decode, body)
+            first, second = await hand_over(ask, prefill, decode, BODY)
             assert (await first).status == 200
             lent = await count(prefill, LENT)
             with stopped(decode):
@@ -177,8 +190,7 @@ def test_nothing_is_reused_under_a_borrower_that_was_stopped(
                 assert await count(prefill, LENT) == lent
                 assert not second.done()
             answer = await second
-            alone = await ask(decode, body | {"id": "alone"})
-        assert answer.json()["choices"] == alone.json()["choices"]
+        assert answer.json()["choices"] == choices
         await until("it is told over another link", to_come_back(prefill))
 
     asyncio.run(scenario())
@@ -188,12 +200,11 @@ def test_what_a_killed_borrower_held_comes_back(
     prefill: WorkerProcess, decode: WorkerProcess
 ) -> None:
     async def scenario() -> None:
-        body = {"prompt": prompt(), "max_tokens": NUM_TOKENS, "ignore_eos": True}
         async with asking() as ask:
-            legs = await hand_over(ask, prefill, decode, body)
+            legs = await hand_over(ask, prefill, decode, BODY)
             decode.popen.send_signal(signal.SIGKILL)
             await until("all blocks are free", to_come_back(prefill), RECLAIM_S)
             await asyncio.gather(*legs, return_exceptions=True)
-            assert (await ask(prefill, body | {"max_tokens": 8})).status == 200
+            assert (await ask(prefill, BODY | {"max_tokens": 8})).status == 200
 
     asyncio.run(scenario())

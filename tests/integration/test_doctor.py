@@ -375,7 +375,13 @@ def test_a_gateway_whose_alerts_fire(tmp_path):
     assert (code, of(report, Area.FLEET)["alerts"].level) == (0, Level.NOTE)
 
 
-@pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"a{b 1\n", b"[]" * 1000])
+OTHER_NONSENSE = (b"{", b"a{b 1\n", b"[]" * 1000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\xff\xfe", *(pytest.param(each, marks=pytest.mark.every) for each in OTHER_NONSENSE)],
+)
 def test_a_gateway_that_talks_nonsense(tmp_path, body):
     pages = dict.fromkeys(("/ready", "/metrics", "/debug/requests", ALERTS_PATH), (200, body))
     with gateway_that_says(pages) as url:

@@ -261,10 +261,10 @@ async def test_without_room_a_worker_that_cannot_be_started_again_is_removed(tmp
 @pytest.mark.parametrize(
     ("has_room", "at", "left"),
     [
-        (True, "w-0", ["gateway", "w-3", "w-4"]),
+        pytest.param(True, "w-0", ["gateway", "w-3", "w-4"], marks=pytest.mark.every),
         (True, "w-1", ["gateway", "w-3", "w-4", "w-5"]),
         (False, "w-0", ["w-0", "w-2", "gateway"]),
-        (False, "w-1", ["w-0", "w-2", "gateway"]),
+        pytest.param(False, "w-1", ["w-0", "w-2", "gateway"], marks=pytest.mark.every),
     ],
 )
 def test_a_worker_whose_machine_is_taken_during_an_upgrade_does_not_end_it(

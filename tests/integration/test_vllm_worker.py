@@ -1,7 +1,7 @@
 """`baton worker --engine vllm`: why it does not start, how it starts, and how it ends.
 
-One test starts it to the end by its command, and one begins so; others take processes that have
-vLLM loaded.
+One test begins by its command, and `make chaos` has one that starts it so to the end; others take
+processes that have vLLM loaded.
 """
 
 import asyncio
@@ -258,7 +258,14 @@ def check_fence(runtime, url, tls, port, credentials, epoch):
     until_health(url, tls, 503)
 
 
-def test_a_worker_starts_answers_and_drains(runtime, stack):
+@pytest.mark.parametrize(
+    "start",
+    [start_preloaded_vllm, pytest.param(start_command, marks=pytest.mark.every)],
+    ids=["loaded", "command"],
+)
+def test_a_worker_starts_answers_and_drains(runtime, stack, monkeypatch, start):
+    """Its engine and that one's worker are started as the command starts them, and load vLLM."""
+    monkeypatch.setenv("TESTS_START_METHOD", "spawn")
     probe_port = find_free_port()
 
     def probe(path):
@@ -274,7 +281,7 @@ def test_a_worker_starts_answers_and_drains(runtime, stack):
     options = ("--set", POOL, "--set", "engine.num_threads=1", "--set", "engine.dtype=float32")
     options += ("--announce-to", f"https://127.0.0.1:{port}", "--set", f"{LEASE}={LEASE_S}")
     probes = ("--set", f"worker.probe_port={probe_port}")
-    with worker(runtime, "--name", "v", *options, *probes) as process:
+    with worker(runtime, "--name", "v", *options, *probes, start=start) as process:
         ready = until_said(process, runtime, "ready")
         url, engines = ready["url"], descendants(process.pid)
         credentials = credentials_of(runtime)

@@ -81,7 +81,7 @@ class Multiplex:
         return MultiplexedStream(self, self._num_streams)
 
     def end(self, number: int) -> None:
-        """Nobody waits for this stream any more."""
+        """A stream is not waited for any more."""
         self.answers.pop(number, None)
         if not self.answers:
             self._on_unused(self)

@@ -47,7 +47,7 @@ def draw_like_reference(layout: KVLayout, seed: int) -> np.ndarray:
 
 
 @given(layouts, budgets, st.integers(0, 1 << 30))
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(5))
 def test_the_error_of_other_kv_keeps_the_budget(layout: KVLayout, budget: float, seed: int) -> None:
     blocks = draw_like_reference(layout, seed)
     for encoding in (find_smallest(budget, layout), *find_for_links(budget, layout)):
@@ -58,7 +58,7 @@ def test_the_error_of_other_kv_keeps_the_budget(layout: KVLayout, budget: float,
 
 
 @given(layouts, budgets)
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(5))
 def test_links_have_what_encodes_each_token_by_itself(layout: KVLayout, budget: float) -> None:
     within = {each.encoding.name: each for each in list_within(budget, layout)}
     chosen = [within[each.name] for each in find_for_links(budget, layout)]
@@ -68,7 +68,7 @@ def test_links_have_what_encodes_each_token_by_itself(layout: KVLayout, budget: 
 
 
 @given(layouts, budgets, budgets)
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(5))
 def test_a_larger_budget_never_takes_more_bytes(layout: KVLayout, one: float, other: float) -> None:
     shares = [
         measure(find_smallest(budget, layout), layout).share for budget in sorted((one, other))

@@ -53,9 +53,9 @@ def simulate(policy, views, load):
         for number in range(1 << 30)
     )
     simulation.add_clients(sessions, num_clients)
-    simulation.run(100.0)
-    ended = [each for each in simulation.outcomes if each.ended_at > 30.0]
-    return len(ended) / 70.0, simulation
+    simulation.run(60.0)
+    ended = [each for each in simulation.outcomes if each.ended_at > 20.0]
+    return len(ended) / 40.0, simulation
 
 
 @pytest.mark.parametrize(

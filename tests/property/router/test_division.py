@@ -25,7 +25,7 @@ from tests.examples import examples
 from tests.property.router.division_world import COSTS, World, replicas, split
 
 
-def goodput(policy, views, case, until_s=160.0, since_s=80.0, itl_s=None):
+def goodput(policy, views, case, until_s=120.0, since_s=60.0, itl_s=None):
     num_tokens, num_answer_tokens, num_clients, ttft_s, tpot_s = case
     world = World(policy, views, num_tokens, num_answer_tokens, itl_s=itl_s)
     world.run(num_clients, until_s)
@@ -45,8 +45,7 @@ CASES = {
 
 
 IN_TESTS = {  # `make chaos` has all cases, with two workers and with four
-    ("long prompts, tight TPOT", 4),
-    ("long prompts, loose TPOT", 2),
+    ("long prompts, tight TPOT", 2),
     ("balanced, tight", 2),
     ("long answers", 2),
     ("one at a time", 2),
@@ -100,7 +99,7 @@ def test_gaps_beyond_their_target_are_a_reason_to_divide_and_gaps_within_it_are_
     assert fixed(RoundRobin(), replicas(num_workers)) < 0.1 * divided
     found = {
         itl_s: goodput(
-            CostPolicy(CostOptions(ttft_s=5.0)), replicas(num_workers), case, 120.0, 60.0, itl_s
+            CostPolicy(CostOptions(ttft_s=5.0)), replicas(num_workers), case, 100.0, 50.0, itl_s
         )
         for itl_s in (None, target_s, 2 * PIECE_S)
     }
@@ -135,7 +134,7 @@ def replay(policy, views, requests, ttft_s, tpot_s):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.every)])
 def test_independent_arrivals_are_divided_where_more_of_them_are_good(seed):
     """Long prompts delay the tokens of answers beyond their limit."""
-    limits, load = (3.0, 0.016), (600, seed, 3.0, 2048, 32)
+    limits, load = (3.0, 0.016), (400, seed, 3.0, 2048, 32)
     replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
     divided, _ = replay(RoundRobin(), split(2, 2), independent(*load), *limits)
     assert replicated < 0.85 < 0.99 < divided
@@ -153,7 +152,7 @@ def test_no_division_is_tried_for_independent_arrivals_that_are_good_without(
     per_s, num_tokens, num_answer_tokens
 ):
     """Taken for closed loops they are divided: more of them would be served."""
-    load, limits = (1000, 0, per_s, num_tokens, num_answer_tokens), (2.0, 0.1)
+    load, limits = (500, 0, per_s, num_tokens, num_answer_tokens), (2.0, 0.1)
     replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
     found, seen = replay(CostPolicy(CostOptions()), replicas(4), independent(*load), *limits)
     assert seen == {0}
@@ -171,16 +170,16 @@ def test_a_clear_case_is_divided_before_a_whole_window_has_passed():
 def test_it_follows_a_load_that_changes_and_does_not_swing():
     policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
     world, seen = World(policy, replicas(2), 2048, 32), []
-    for until_s in range(10, 330):
-        if until_s == 130:  # from long prompts to long answers
+    for until_s in range(10, 260):
+        if until_s == 110:  # from long prompts to long answers
             world.num_tokens, world.num_answer_tokens = 64, 512
-        world.run(4 if until_s < 130 else 24, float(until_s))
+        world.run(4 if until_s < 110 else 24, float(until_s))
         seen.append(len(policy._divisions["demo"].prefills))
     changes = sum(one != other for one, other in pairwise(seen))
-    assert set(seen[60:115]) == {1}, "a worker computes the prompts, another the answers"
+    assert set(seen[60:95]) == {1}, "a worker computes the prompts, another the answers"
     assert set(seen[-60:]) == {0}, "both compute answers"
     assert changes <= 4
-    assert world.goodput(270.0, 2.0, 0.022) >= 0.9 * 24 / (512 * (0.01 + 12 * 0.0004))
+    assert world.goodput(210.0, 2.0, 0.022) >= 0.9 * 24 / (512 * (0.01 + 12 * 0.0004))
 
 
 def test_loads_that_come_and_go_find_their_division_again():
@@ -208,12 +207,12 @@ def test_a_division_that_achieves_less_is_taken_back_and_not_tried_again_for_a_w
     )
     policy = CostPolicy(CostOptions(ttft_s=1.0, tpot_s=0.03))
     world, seen = World(policy, replicas(2), 128, 512), []
-    for until_s in range(1, 400):
+    for until_s in range(1, 250):
         world.run(16, float(until_s))
         seen.append(len(policy._divisions["demo"].prefills))
     assert 1 in seen, "it was never tried"
     tries = sum(one < other for one, other in pairwise(seen))
-    assert tries <= 4
+    assert tries <= 3
     assert sum(seen) < 0.45 * len(seen)
 
 
@@ -300,7 +299,7 @@ def test_for_throughput_there_is_no_division():
     assert policy._divisions == {}
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(100))
 @given(
     demand=st.builds(
         Demand,

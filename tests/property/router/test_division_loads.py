@@ -121,7 +121,7 @@ def test_where_no_division_keeps_a_limit_trials_become_rare():
     costs = msgspec.structs.replace(STEPS_OF_GPUS, **slow)
     policy = adaptive(tpot_s=0.02)
     world, seen = World(policy, replicas(4), 512, 32, costs), []
-    for until_s in range(1, 300):
+    for until_s in range(1, 200):
         world.run(32, float(until_s))
         seen.append(len(policy._divisions["demo"].prefills))
     assert set(seen) == {0, 1, 2, 3}

@@ -16,7 +16,7 @@ from tests.property.sim.planted import PLANTED, double_completion, no_digest_che
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FIRST_SEED, NUM_CHUNKS, SEEDS_IN_CHUNK = 10_950, 5, 50
+FIRST_SEED, NUM_CHUNKS, SEEDS_IN_CHUNK = 11_050, 2, 50
 """`make simulate` runs 100,000 of them, each night. In these every event is drawn soon."""
 MAX_SEEDS = 800
 
@@ -62,38 +62,44 @@ EVERY_EVENT = {
     "prefix to be kept",
 }
 BEGIN = {
-    "no_quarantine": 140,
-    "loans_end_by_time": 130,
-    "no_epoch_check": 140,
-    "counted_twice": 110,
-    "early_free_of_the_source": 760,
-    "forgotten_grants": 210,
-    "early_free": 340,
-    "any_peer_is_heard": 940,
-    "forgotten_graves": 1_040,
-    "replayed_tickets": 750,
-    "no_fence": 1_640,
-    "no_stall_detector": 4_500,
-    "lease_not_checked": 760,
-    "loans_end_with_links": 10,
-    "borrowers_live_for_ever": 200,
-    "returns_are_said_once": 1_120,
-    "unmapped_in_use": 290,
-    "refused_and_lent": 3_940,
-    "any_borrower_returns": 500,
+    "no_quarantine": 147,
+    "no_epoch_check": 144,
+    "early_free": 343,
+    "early_free_of_the_source": 768,
+    "no_digest_check": 6,
+    "lost_wake": 33,
+    "forgotten_lease": 2,
+    "forgotten_grants": 218,
+    "no_fence": 1_642,
+    "lost_end": 19,
+    "counted_twice": 119,
+    "any_peer_is_heard": 942,
+    "forgotten_graves": 1_048,
+    "replayed_tickets": 753,
+    "no_stall_detector": 4_502,
+    "lease_not_checked": 770,
+    "no_renewals": 15,
+    "landed_under_a_copy": 16,
+    "sent_under_a_copy": 7,
+    "loans_end_with_links": 12,
+    "loans_end_by_time": 132,
+    "borrowers_live_for_ever": 208,
+    "returns_are_said_once": 1_125,
+    "lent_blocks_are_free": 69,
+    "unmapped_in_use": 292,
+    "refused_and_lent": 3_947,
+    "any_borrower_returns": 499,
+    "rot_is_believed": 13,
+    "tails_without_tokens": 22,
+    "kept_before_it_is_computed": 13,
+    "part_is_taken_for_all": 13,
+    "collections_for_ever": 41,
     "silent_abort": 2_180,
-    "lost_wake": 30,
-    "lost_end": 20,
-    "no_renewals": 10,
-    "landed_under_a_copy": 10,
-    "lent_blocks_are_free": 70,
-    "rot_is_believed": 10,
-    "tails_without_tokens": 20,
-    "kept_before_it_is_computed": 10,
-    "part_is_taken_for_all": 10,
-    "collections_for_ever": 40,
+    "pooled_tickets_are_renewed": 5,
+    "kept_blocks_are_freed_early": 5,
+    "load_is_taken_for_whole": 5,
 }
-"""Where the search for a bug begins: at 0, but for those that few seeds find (to save time)."""
+"""Where the search for a bug begins, shortly before a seed that finds it; else at 0."""
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +125,7 @@ def test_no_invariant_breaks(chunk: int) -> None:
 
 def test_every_kind_of_fault_takes_effect_and_most_requests_are_answered_nonetheless() -> None:
     tally = Tally()
-    for chunk in range(3 * NUM_CHUNKS):  # recalls are seldom drawn
+    for chunk in range(8 * NUM_CHUNKS):  # recalls are seldom drawn
         tally.add(run_chunk(chunk))
         missing = (
             EVERY_FAULT | ENTRY_FAULTS
@@ -131,7 +137,7 @@ def test_every_kind_of_fault_takes_effect_and_most_requests_are_answered_nonethe
 
 
 def test_a_seed_gives_the_same_run_to_the_last_line() -> None:
-    for seed in range(300, 310):
+    for seed in range(300, 305):
         first, second = (run_schedule(generate_schedule(seed), keeps_log=True) for _ in range(2))
         assert first == second
         assert len(first.log) > 10

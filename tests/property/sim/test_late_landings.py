@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from baton.sim.handoff.campaign import Outcome
 
-NUM_SEEDS = 20
+NUM_SEEDS = 10
 VERY_LATE_S = 6.0
 """Longer than a handoff may take."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from random import Random
 from statistics import median
 
@@ -129,7 +128,7 @@ def conversations(num):
         yield Session(tuple(asked), arrival_s=0.3 * number)
 
 
-@pytest.mark.parametrize("asked", [shared_prefixes(200), conversations(50)], ids=["shared", "talk"])
+@pytest.mark.parametrize("asked", [shared_prefixes(120), conversations(30)], ids=["shared", "talk"])
 def test_policies_that_look_at_prefixes_save_more_than_turns(asked):
     asked = list(asked)
     saved, ttft_s = {}, {}
@@ -168,9 +167,9 @@ SHARED = msgspec.structs.replace(SMALL, jitter=0.7, num_processors=2)
 
 
 TRAFFIC = {  # how much of it in `make test`, and in `make chaos`
-    "talks": (talks, 100, 150),
-    "8 beginnings": (beginnings(8), 400, 700),
-    "20 beginnings": (beginnings(20), 400, 700),
+    "talks": (talks, 50, 150),
+    "8 beginnings": (beginnings(8), 200, 700),
+    "20 beginnings": (beginnings(20), 250, 700),
 }
 LOADS = {  # costs, runs, and what may be lost of the requests a second and of TTFT
     "exact": (SMALL, 1, 0.98, 1.02),  # without noise each seed gives the same
@@ -269,9 +268,9 @@ def test_gateways_that_begin_together_use_different_workers(num_gateways):
         shares = [find_first_share("cost", index, num) for index in range(num)]
         workers = make_workers("both", 4)
         simulation = Simulation(policies, workers, SimulatedCosts(), first_shares=shares)
-        simulation.add_clients(shuffled_beginnings(160, 1), 8)
+        simulation.add_clients(shuffled_beginnings(96, 1), 8)
         simulation.run()
-        found[num] = 160 / simulation.now
+        found[num] = 96 / simulation.now
     assert found[num_gateways] >= 0.97 * found[1]
 
 
@@ -292,7 +291,7 @@ def test_near_saturation_costs_leave_no_prompt_waiting(seed):
     found = {}
     for name in ("prefix", "cost"):
         simulation = Simulation([POLICIES[name]()], make_workers("both", 8), costs)
-        simulation.replay(long_prompts(400, seed))
+        simulation.replay(long_prompts(250, seed))
         simulation.run()
         found[name] = summarize(simulation.outcomes, 2.0, 0.1)
     assert found["prefix"].ttft_s.p99 > 4.5, "workers are busy"
@@ -353,7 +352,7 @@ def test_a_prompt_is_computed_in_pieces_between_the_steps_of_answers():
 
 @pytest.mark.parametrize("make", POLICIES.values(), ids=POLICIES)
 def test_the_same_seed_gives_the_same_outcomes(make):
-    asked = [*islice(shared_prefixes(100), 100), *conversations(20)]
+    asked = [*shared_prefixes(60), *conversations(8)]
     assert outcomes_of(make(), asked, seed=3) == outcomes_of(make(), asked, seed=3)
 
 
@@ -449,7 +448,7 @@ def test_a_policy_that_knows_the_store_has_the_first_token_earlier():
     found = {}
     for count_stored in (True, False):
         policy = CostPolicy(CostOptions(count_stored=count_stored))
-        outcomes = outcomes_of(policy, list(pausing_conversations(60)), costs)
+        outcomes = outcomes_of(policy, list(pausing_conversations(40)), costs)
         assert sum(each.num_loaded > 0 for each in outcomes) > 10
         found[count_stored] = summarize(outcomes, 2.0, 0.1).ttft_s
     assert found[True].p50 < 0.8 * found[False].p50

@@ -63,8 +63,8 @@ def test_no_number_is_good_twice(numbers: list[int]) -> None:
 
 def test_twice_as_many_as_the_window_holds_are_all_good_once() -> None:
     """Of one gateway; a worker is shown every third. They come in a little disorder."""
-    used = UsedTickets(1 << 16)
-    numbers = [3 * (n ^ 5) for n in range(2 * (1 << 16))]
+    used = UsedTickets(1 << 14)
+    numbers = [3 * (n ^ 5) for n in range(2 * (1 << 14))]
     assert {used.use(numbered(n)) for n in numbers} == {TicketUse.FIRST}
     assert {used.use(numbered(n)) for n in numbers} == {TicketUse.EXPIRED, TicketUse.REPEATED}
 

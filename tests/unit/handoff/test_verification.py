@@ -59,12 +59,12 @@ def test_full_finds_any_bit(received):
         pages[page, 5] ^= 1
 
 
-@pytest.mark.parametrize("share", [0.05, 0.125, 0.5])
+@pytest.mark.parametrize("share", [0.05, 0.5])
 def test_sampled_finds_a_spoilt_piece_with_its_stated_probability(received, share):
     """One of 64 pieces is wrong; the one of each layer that is sure to be seen helps a little."""
     pages, inspector, notification, _ = received
     pages[33, 0] ^= 1
-    num_rounds = 3000
+    num_rounds = 1500
     num_found = sum(
         len(inspector.verify(notification, sampler(share, seed), is_keyed=True).wrong_layers)
         for seed in range(num_rounds)

@@ -37,6 +37,47 @@ if TYPE_CHECKING:
 STEP_S = 0.005
 NUM_STEPS = 200
 ALL_PAGES = [whole_pages(range(NUM_PAGES), range(NUM_PAGES), PAGE_BYTES)]
+LIES: list[Callable[[RegionDescriptor], RegionDescriptor]] = [
+    lambda true: msgspec.structs.replace(true, handle=new_region_handle()),
+    lambda true: msgspec.structs.replace(true, arrays=true.arrays[:1]),
+    lambda true: msgspec.structs.replace(
+        true, arrays=(PageArray(0, PAGE_BYTES, 1 << 20), *true.arrays[1:])
+    ),
+    lambda true: msgspec.structs.replace(
+        true, arrays=(PageArray(0, PAGE_BYTES // 2, NUM_PAGES), *true.arrays[1:])
+    ),
+]
+"""Another region, fewer arrays, more pages, other pages."""
+NONSENSE: list[dict[str, object]] = [
+    {"transport": "pigeon"},
+    {"endpoint": ""},
+    {"endpoint": "\0/etc/passwd"},
+    {"endpoint": "example.invalid:80"},
+    {"endpoint": "127.0.0.1:99999"},
+    {"arrays": ()},
+    {"arrays": (PageArray(0, 0, 1),)},
+    {"arrays": (PageArray(0, 1 << 62, 1 << 62),)},
+    {"arrays": (PageArray(-64, 64, 1),)},
+]
+OPENINGS = [
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"\xff" * 64,
+    encode_frame(b""),
+    encode_frame(b"\0" * 22),
+    (1 << 31).to_bytes(PREFIX_BYTES, "little"),
+]
+"""HTTP, something huge, nothing, zeros, 2 GiB announced."""
+PROVED_NONSENSE = [
+    (None, b""),
+    (b"", b""),
+    (b"\xc1", b""),
+    (b"\x91" * 5000, b""),
+    (msgspec.msgpack.encode({"type": "attach"}), b""),
+    (None, ((1 << 20) + TAG_BYTES + 1).to_bytes(PREFIX_BYTES, "little")),
+    (None, (1 << 20).to_bytes(PREFIX_BYTES, "little") + b"half of it"),
+]
+"""Frames, and what follows them: nothing, an empty one, no msgpack, a deep one, one without fields,
+one too large, one that is cut short."""
 
 
 class PeerContract(TransportKit):
@@ -106,48 +147,17 @@ class PeerContract(TransportKit):
         assert other.epoch not in caplog.text
         pair.close()
 
-    @pytest.mark.parametrize(
-        "lie",
-        [
-            lambda true: msgspec.structs.replace(true, handle=new_region_handle()),
-            lambda true: msgspec.structs.replace(true, arrays=true.arrays[:1]),
-            lambda true: msgspec.structs.replace(
-                true, arrays=(PageArray(0, PAGE_BYTES, 1 << 20), *true.arrays[1:])
-            ),
-            lambda true: msgspec.structs.replace(
-                true, arrays=(PageArray(0, PAGE_BYTES // 2, NUM_PAGES), *true.arrays[1:])
-            ),
-        ],
-        ids=["another region", "fewer arrays", "more pages", "other pages"],
-    )
-    def test_a_description_that_does_not_fit_is_lost(
-        self, pair: TransportPair, lie: Callable[[RegionDescriptor], RegionDescriptor]
-    ) -> None:
-        self.check_lost(pair, lie(pair.reader.descriptor))
+    def test_a_description_that_does_not_fit_is_lost(self, pair: TransportPair) -> None:
+        for lie in LIES:
+            self.check_lost(pair, lie(pair.reader.descriptor))
         assert not any(pair.reader.snapshot())
 
-    @pytest.mark.parametrize(
-        "nonsense",
-        [
-            {"transport": "pigeon"},
-            {"endpoint": ""},
-            {"endpoint": "\0/etc/passwd"},
-            {"endpoint": "example.invalid:80"},
-            {"endpoint": "127.0.0.1:99999"},
-            {"arrays": ()},
-            {"arrays": (PageArray(0, 0, 1),)},
-            {"arrays": (PageArray(0, 1 << 62, 1 << 62),)},
-            {"arrays": (PageArray(-64, 64, 1),)},
-        ],
-        ids=str,
-    )
-    def test_a_description_that_makes_no_sense_is_not_attached(
-        self, pair: TransportPair, nonsense: dict[str, object]
-    ) -> None:
-        with pytest.raises(TransferError):
-            pair.writer.transport.attach(
-                msgspec.structs.replace(pair.reader.descriptor, **nonsense)
-            )
+    def test_a_description_that_makes_no_sense_is_not_attached(self, pair: TransportPair) -> None:
+        for nonsense in NONSENSE:
+            with pytest.raises(TransferError):
+                pair.writer.transport.attach(
+                    msgspec.structs.replace(pair.reader.descriptor, **nonsense)
+                )
 
     def test_a_receiver_that_is_not_there_is_lost(self, pair: TransportPair) -> None:
         gone = self.make_side()
@@ -171,10 +181,11 @@ class PeerContract(TransportKit):
 
     def check_lost(self, pair: TransportPair, descriptor: RegionDescriptor) -> None:
         """Attaching fails, once, and nothing else is reported."""
+        num_before = len(pair.writer_events)
         remote = pair.writer.transport.attach(descriptor)
         pair.pump(lambda: any(is_about(event, remote) for event in pair.writer_events))
         pair.poll_for()
-        assert [type(event) for event in pair.writer_events] == [RemoteLost]
+        assert [type(event) for event in pair.writer_events[num_before:]] == [RemoteLost]
         assert not pair.reader_events
 
 
@@ -196,23 +207,13 @@ class ProvedFrames:
 class UnauthenticatedPeerContract(TransportKit):
     """What may come over a fresh connection costs that connection, and nothing else."""
 
-    @pytest.mark.parametrize(
-        "opening",
-        [
-            b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-            b"\xff" * 64,
-            encode_frame(b""),
-            encode_frame(b"\0" * 22),
-            (1 << 31).to_bytes(PREFIX_BYTES, "little"),
-        ],
-        ids=["http", "huge", "empty", "zeros", "2 GiB"],
-    )
     def test_an_unauthenticated_peer_that_sends_nonsense_is_hung_up_on(
-        self, pair: TransportPair, opening: bytes
+        self, pair: TransportPair
     ) -> None:
-        with self.connect_unauthenticated(pair.reader.descriptor) as peer:
-            peer.sendall(opening)
-            self.check_hung_up(pair.reader, peer)
+        for opening in OPENINGS:
+            with self.connect_unauthenticated(pair.reader.descriptor) as peer:
+                peer.sendall(opening)
+                self.check_hung_up(pair.reader, peer)
         self.check_unharmed(pair)
 
     def test_a_silent_unauthenticated_peer_is_hung_up_on(self) -> None:
@@ -240,30 +241,16 @@ class UnauthenticatedPeerContract(TransportKit):
         pair.poll_for()
         self.check_unharmed(pair)
 
-    @pytest.mark.parametrize(
-        ("body", "rest"),
-        [
-            (None, b""),
-            (b"", b""),
-            (b"\xc1", b""),
-            (b"\x91" * 5000, b""),
-            (msgspec.msgpack.encode({"type": "attach"}), b""),
-            (None, ((1 << 20) + TAG_BYTES + 1).to_bytes(PREFIX_BYTES, "little")),
-            (None, (1 << 20).to_bytes(PREFIX_BYTES, "little") + b"half of it"),
-        ],
-        ids=["nothing", "empty", "no msgpack", "deep", "no fields", "too large", "truncated"],
-    )
-    def test_a_peer_with_the_key_that_sends_nonsense_is_hung_up_on(
-        self, body: bytes | None, rest: bytes
-    ) -> None:
+    def test_a_peer_with_the_key_that_sends_nonsense_is_hung_up_on(self) -> None:
         clock = ManualClock()
         pair = TransportPair.of(self.make_side(), self.make_side(clock=clock))
-        with self.connect_unauthenticated(pair.reader.descriptor) as peer:
-            frames = self.prove(pair.reader, peer)
-            peer.sendall((b"" if body is None else frames.seal(body)) + rest)
-            pair.poll_for(0.01)
-            clock.advance(ATTACH_TIMEOUT_S + 0.1)
-            self.check_hung_up(pair.reader, peer)
+        for body, rest in PROVED_NONSENSE:
+            with self.connect_unauthenticated(pair.reader.descriptor) as peer:
+                frames = self.prove(pair.reader, peer)
+                peer.sendall((b"" if body is None else frames.seal(body)) + rest)
+                pair.poll_for(0.01)
+                clock.advance(ATTACH_TIMEOUT_S + 0.1)
+                self.check_hung_up(pair.reader, peer)
         self.check_unharmed(pair)
         pair.close()
 

@@ -8,6 +8,12 @@ from baton.bench.compare import is_worse_by, judge, put_in_words
 from baton.bench.statistics import Contrast, Interval, Pool, Run, contrast, permute, rank_sum
 
 
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    """How many there are says only how exact the ends of an interval are."""
+    monkeypatch.setattr(statistics, "NUM_RATIO_RESAMPLES", 120)
+
+
 def run_of(values):
     return Run(tuple(np.array([each]) for each in values))
 
@@ -46,8 +52,7 @@ def test_resampling_draws_as_many_as_there_are_within_each_run():
     assert {(each[:2].sum(), each[2:].sum()) for each in drawn} == {(4, 0), (2, 3), (0, 6)}
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says(monkeypatch):
-    monkeypatch.setattr(statistics, "NUM_RATIO_RESAMPLES", 120)
+def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     rng = np.random.default_rng(3)
     held = 0
     for trial in range(40):
@@ -57,8 +62,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says(monkeypatch):
     assert held >= 33  # 38 expected
 
 
-def test_the_same_twice_is_seldom_called_different(monkeypatch):
-    monkeypatch.setattr(statistics, "NUM_RATIO_RESAMPLES", 120)
+def test_the_same_twice_is_seldom_called_different():
     rng = np.random.default_rng(4)
     called = 0
     for trial in range(40):
