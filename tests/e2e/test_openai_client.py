@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from typing import TYPE_CHECKING
 
 import openai
@@ -19,6 +20,8 @@ MESSAGES = [
     {"role": "system", "content": "You tell stories."},
     {"role": "user", "content": "Continue: It was a truth universally acknowledged, that a single"},
 ]
+
+MULTIPLEXED = "baton_gateway_multiplexed_streams_total"
 
 
 @pytest.fixture(scope="module", name="client")
@@ -60,15 +63,27 @@ def test_chat_is_what_one_worker_says_and_was_handed_over(
     assert (trace["distance"], trace["operation"]) == ("same_host", "WRITE")
 
 
-def test_a_chat_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+def test_a_chat_stream_adds_up_to_the_whole_answer(
+    client: openai.OpenAI, cluster: WorkerCluster
+) -> None:
     whole = client.chat.completions.create(
         model="demo", messages=MESSAGES, temperature=0, max_tokens=25
     )
-    stream = client.chat.completions.create(
-        model="demo", messages=MESSAGES, temperature=0, max_tokens=25, stream=True,
-        stream_options={"include_usage": True},
-    )  # fmt: skip
-    chunks = list(stream)
+    for _ in range(2):  # the worker sends the second one with others, if not the first
+        stream = client.chat.completions.create(
+            model="demo", messages=MESSAGES, temperature=0, max_tokens=25, stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        check_adds_up(list(stream), whole)
+    with urllib.request.urlopen(f"{cluster.shared_gateway.url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    (counted,) = (each for each in lines if each.startswith(f"{MULTIPLEXED} "))
+    assert float(counted.split()[1]) > 0
+
+
+def check_adds_up(
+    chunks: list[openai.types.chat.ChatCompletionChunk], whole: openai.types.chat.ChatCompletion
+) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content

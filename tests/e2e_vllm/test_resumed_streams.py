@@ -171,6 +171,7 @@ def test_streams_of_a_preempted_server_move(
             assert computed <= len(clients) * NUM_LONG - num_moving * (NUM_SEEN - MAX_COPIES - 1)
             received = read_metric(cluster.decode.url, HANDOFFS, side="received") - received
             assert received >= num_moving, "their KV was computed again"
+            assert read_metric(gateway.url, "baton_gateway_multiplexed_streams_total") > 0
             for number, expected in enumerate(all_expected):
                 for answer in answers[2 * number : 2 * number + 2]:
                     check(answer, expected, has_roles=bodies[number][0] == CHAT)
