@@ -100,7 +100,7 @@ def main() -> None:
     if args.json is not None:
         report = {
             "command": " ".join(sys.argv),
-            "machine": asdict(describe_machine()),
+            "machine": describe_machine(),
             "samples": [asdict(sample) for sample in samples],
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n")

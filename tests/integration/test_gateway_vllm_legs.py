@@ -325,6 +325,19 @@ def test_vllms_errors_reach_the_client_as_they_are(status):
     run_vllm(scenario)
 
 
+def test_the_kv_of_a_request_that_decode_refuses_is_not_held():
+    async def scenario(cluster: Cluster):
+        (server,) = cluster.prefills[0].controls
+        assert "abc" in await text_of(cluster, PROMPT)
+        cluster.decodes[0].script = lambda visit: fail_as_vllm(visit, 400, "scripted")
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 400
+        await until(lambda: server.aborts)
+        assert [reason for _, reason in server.aborts] == ["the decode worker refused the request"]
+
+    run_vllm(scenario)
+
+
 def test_a_5xx_of_one_server_is_another_ones_chance():
     first, second = decode(), ScriptedVllm("vllm-e", "decode", say_abc_as_vllm)
 

@@ -134,6 +134,11 @@ class PrefillRequest:
         if self._handoff.ticket.first_token_early:  # it may have answered already
             self.release("the decode worker's answer did not come")
 
+    def give_up(self, reason: str) -> None:
+        """No KV is wanted: the worker stops computing, or forgets what it was to hand over."""
+        self._cut()
+        self.release(reason)
+
     def cancel_after_grace_period(self) -> None:
         """The answer is complete. Its prefill worker may take a moment more to report it.
 

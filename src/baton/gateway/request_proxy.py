@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.prefixes import PromptMatch
 
+REFUSED: Final = "the decode worker refused the request"
 NOT_EXPECTED: Final = "none is expected back"
 
 
@@ -409,7 +410,10 @@ class RequestProxy:
         except BaseException:
             prefill_request.cancel()
             raise
-        prefill_request.cancel_after_grace_period()
+        if (self._context.status or 0) >= CLIENT_ERROR:  # an answer without KV
+            prefill_request.give_up(REFUSED)
+        else:
+            prefill_request.cancel_after_grace_period()
 
     async def _pull(
         self,
@@ -423,6 +427,8 @@ class RequestProxy:
         except BaseException:
             prefill_request.release("the decode worker's answer did not come")
             raise
+        if (self._context.status or 0) >= CLIENT_ERROR:  # an answer without KV
+            prefill_request.release(REFUSED)
 
     async def _decode_with_kv(
         self,
