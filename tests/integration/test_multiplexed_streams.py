@@ -204,6 +204,24 @@ def test_a_client_that_leaves_ends_its_stream_and_no_other():
     serve(endless, scenario)
 
 
+def test_a_fault_in_passing_on_one_stream_costs_no_other(caplog):
+    async def scenario(server: Server, upstream: Upstream, url: URL) -> None:
+        answers = [await multiplexed(upstream, url) for _ in range(2)]
+
+        def fail(_: bytes) -> bool:
+            raise ZeroDivisionError
+
+        with pytest.raises(WorkerLostError, match="internal error"):
+            await answers[0].push_to(fail)
+        answers[0].release()
+        for _ in range(5):
+            assert (await answers[1].read()).startswith(b"data: ")
+        answers[1].release()
+
+    serve(endless, scenario)
+    assert "a part of a stream could not be passed on" in caplog.text
+
+
 def test_streams_of_a_multiplex_that_is_lost_are_lost_at_both_ends():
     async def scenario(server: Server, upstream: Upstream, url: URL) -> None:
         answers = [await multiplexed(upstream, url) for _ in range(3)]

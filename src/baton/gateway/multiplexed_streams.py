@@ -99,12 +99,17 @@ class Multiplex:
             if end > num_bytes:
                 break
             answer = answers.get(number)
-            if answer is None:
-                pass
-            elif size:
-                answer.receive(data[at + FRAME.size : end])
-            else:
-                answer.leave_multiplex()
+            try:
+                if answer is None:
+                    pass
+                elif size:
+                    answer.receive(data[at + FRAME.size : end])
+                else:
+                    answer.leave_multiplex()
+            except Exception:
+                log.exception("a part of a stream could not be passed on")
+                if answer is not None:
+                    answer.lose("internal error in the gateway")
             at = end
         self._rest = data[at:]
         return True
