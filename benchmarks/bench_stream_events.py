@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import msgspec
 from control_fleets import pin
 from control_gateway import WHOLE, cpu_s_of, upstreams
 from control_load import run_streams
@@ -100,7 +101,7 @@ def main() -> None:
     if args.json is not None:
         report = {
             "command": " ".join(sys.argv),
-            "machine": describe_machine(),
+            "machine": msgspec.to_builtins(describe_machine()),
             "samples": [asdict(sample) for sample in samples],
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
