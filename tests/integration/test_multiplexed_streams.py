@@ -299,10 +299,14 @@ NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
 WHOLE = CHUNKED + b"5\r\n12345\r\n0\r\n\r\n"
 
 
-def test_a_worker_that_has_none_is_asked_once_in_a_while():
+@pytest.mark.parametrize("reply", [NOT_FOUND, b""])
+def test_a_worker_that_opens_none_is_asked_once_in_a_while(monkeypatch, reply):
+    """It answers that there is none, or nothing."""
+    monkeypatch.setattr(multiplexed_streams, "HEAD_TIMEOUT_S", 0.03)
+
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_multiplex = MULTIPLEX_PATH.encode() in heads()[-1]
-        writer.write(NOT_FOUND if is_multiplex else WHOLE)
+        writer.write(reply if is_multiplex else WHOLE)
 
     heads: Callable[[], list[bytes]] = list
 

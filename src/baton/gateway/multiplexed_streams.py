@@ -171,8 +171,8 @@ class WorkerMultiplexes:
                 await self._read(connection, answer)
             finally:
                 answer.release()
-        except UpstreamError as exc:
-            log.debug("streams come on connections of their own: %s", exc)
+        except (UpstreamError, TimeoutError) as exc:
+            log.debug("streams come on connections of their own: %r", exc)
             self._retry_at = self._loop.time() + RETRY_S
         finally:
             self._is_opening = False

@@ -10,12 +10,13 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from baton.gateway.errors import WorkerLostError
-from baton.gateway.http_client import Answer, Connection
+from baton.gateway.http_client import MOST_LATE_BYTES, Answer, Connection
 from baton.gateway.multiplexed_streams import Multiplex as MultiplexReader
 from baton.net.http_exchange import HttpExchange, ResponsePath
 from baton.net.multiplex import FRAME, MAX_FRAME_BYTES, Multiplex, Multiplexes
@@ -252,6 +253,27 @@ def test_a_stream_whose_multiplex_is_lost_is_lost_behind_a_beginning(steps, push
             if result is None:
                 assert stream.got == stream.sent
         assert not world.gateway.answers
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_does_not_leave_when_it_is_asked_to_is_lost() -> None:
+    async def main() -> None:
+        asked = list[bytes]()
+        gateway = MultiplexReader(b"0" * 32, None, lambda _: None, asked.append)  # type: ignore[arg-type]
+        stream = Stream(0, Turns(), asks=True)
+        answer = stream.ask(None, gateway)  # type: ignore[arg-type]
+        part = FRAME.pack(stream.place, MAX_FRAME_BYTES) + bytes(MAX_FRAME_BYTES)
+        for _ in range(MOST_LATE_BYTES // MAX_FRAME_BYTES - 1):
+            assert gateway.receive(part)
+        assert len(asked) == 1
+        assert gateway.answers
+        assert gateway.receive(part)
+        assert not gateway.answers
+        assert stream.request_way.is_closed
+        assert len(await answer.read()) == MOST_LATE_BYTES
+        with pytest.raises(WorkerLostError, match="goes on to send"):
+            await answer.read()
 
     asyncio.run(main())
 
