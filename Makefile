@@ -200,7 +200,9 @@ $(VLLM): requirements-vllm.txt $(RUNTIME)
 	$(INSTALL) --no-deps -r requirements-vllm.txt
 	@touch $@
 
+# xds-protos brings old modules of opentelemetry-proto: those of the package itself go over them.
 $(DEV): requirements-dev.txt $(RUNTIME)
+	$(INSTALL) --no-deps $(shell grep '^xds-protos==' requirements-dev.txt)
 	$(INSTALL) --no-deps -r requirements-dev.txt
 	@touch $@
 

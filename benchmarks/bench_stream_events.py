@@ -4,9 +4,11 @@
 
 The gateway on the first core; a scripted worker on a Baton worker's HTTP server, which gives every
 stream an event in each of its 50 steps a second, and the client on the last. `proxy` copies bytes
-from the same worker (`plain_proxy.py`). Before a load, one like it opens all connections. CPU is
-what all threads of a process took, over the events that the client got. Configurations alternate,
-in the other order every second round; figures are medians of the rounds, with the least and most.
+from the same worker (`plain_proxy.py`). `sends alone` is the least that is possible: a process that
+gives its clients the same events, a `send` each, and does nothing else (`plain_sender.py`, its own
+worker). Before a load, one like it opens all connections. CPU is what all threads of a process
+took, over the events that the client got. Configurations alternate, in the other order every second
+round; figures are medians of the rounds, with the least and most.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from typing import NamedTuple
 
 import msgspec
 from control_fleets import pin
-from control_gateway import WHOLE, cpu_s_of, upstreams
+from control_gateway import EVENT, EVENT_RATE_HZ, WHOLE, cpu_s_of, upstreams
 from control_load import run_streams
 from plain_proxy import plain_proxy
+from plain_sender import plain_sender
 from rich.console import Console
 from rich.table import Table
 
@@ -110,6 +113,8 @@ def main() -> None:
 def start(stack: ExitStack, fleet: Fleet, cores: list[int]) -> dict[str, Served]:
     """All configurations, pinned."""
     key, found = fleet.environment["BATON_CLUSTER_KEY"], dict[str, Served]()
+    url, pid = stack.enter_context(plain_sender(EVENT, EVENT_RATE_HZ))
+    found["sends alone"] = Served(url, pid, pid)
     for words, multiplexes in (("a connection each", False), ("one connection", True)):
         plain, tls, worker = stack.enter_context(upstreams(cores[-1], key, multiplexes=multiplexes))
         if not multiplexes:

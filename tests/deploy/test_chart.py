@@ -693,6 +693,13 @@ REFUSED: list[tuple[Object, str]] = [
     ({"pools": {"decode": {"racks": ["r1"]}}}, "topology.rackLabel"),
     ({"pools": {"gateway": {"role": "decode"}}}, "cannot be called gateway"),
     ({"pools": {"picker": {"role": "decode"}}}, "cannot be called picker"),
+    (
+        {
+            "topology": {"rackLabel": "rack"},
+            "pools": {"a": {"role": "both", "racks": ["b"]}, "a-b": {"role": "both"}},
+        },
+        "a and a-b would both have a StatefulSet",
+    ),
     ({"picker": {"enabled": True}}, "picker.proxies"),
     ({"pools": {"decode": {"replica": 2}}}, "replica"),
     ({"gateway": {"drainSeconds": "soon"}}, "drainSeconds"),

@@ -8,11 +8,12 @@ from tests.integration.gateway_counts import BUILTIN_CALLS, PYTHON_CALLS, count_
 
 BOUNDS = {
     # of one                push, whole   one worker, whole   push, event
-    PYTHON_CALLS:           (366,         273,                6),
-    BUILTIN_CALLS:          (229,         175,                11),
+    PYTHON_CALLS:           (366,         273,                7),
+    BUILTIN_CALLS:          (230,         176,                14),
 }  # fmt: skip
 """The most that there may be: what is counted today, and 0.5 % more, since calls of the standard
-library differ a little between its versions. Lower them when there are fewer."""
+library differ a little between its versions. Lower them when there are fewer. Of an event, one
+Python call and two of builtins are those of a turn of the loop, in which it is alone here."""
 
 CASES = [("push", "whole"), ("one", "whole"), ("push", "stream")]
 

@@ -342,9 +342,12 @@ def test_a_5xx_of_one_server_is_another_ones_chance():
     first, second = decode(), ScriptedVllm("vllm-e", "decode", say_abc_as_vllm)
 
     async def scenario(cluster: Cluster):
+        (server,) = cluster.prefills[0].controls
         first.script = lambda visit: fail_as_vllm(visit, 500)
         assert "abc" in await text_of(cluster, PROMPT)
         assert await fallbacks(cluster, "decode_failed") == 1
+        await until(lambda: server.aborts)  # what it held for the first one
+        assert [ticket for ticket, _ in server.aborts] == [first.visits[-1].ticket.id.hex()]
 
     run_vllm(scenario, decodes=[first, second])
 

@@ -72,6 +72,8 @@ def scale(
         if count is not None and not 0 <= count <= MAX_COUNT:
             raise ConfigError(f"{flag} {count}: give a number from 0 to {MAX_COUNT}")
     size = FleetSize(prefill=prefill, decode=decode, both=workers)
+    if size == FleetSize():
+        raise ConfigError("how many workers? Give --prefill, --decode or --workers a number")
     return _print_lines(fleet, on, lambda control: control.scale(size))
 
 

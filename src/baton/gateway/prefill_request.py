@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_ANSWER: Final = "the decode worker's answer did not come"
+
 
 class Handoff(Record, frozen=True):
     """One ticket, and the two workers that it is for. The prefill worker speaks `protocol`."""
@@ -132,7 +134,7 @@ class PrefillRequest:
         """Close the connection: the worker stops computing for this request."""
         self._cut()
         if self._handoff.ticket.first_token_early:  # it may have answered already
-            self.release("the decode worker's answer did not come")
+            self.release(NO_ANSWER)
 
     def give_up(self, reason: str) -> None:
         """No KV is wanted: the worker stops computing, or forgets what it was to hand over."""

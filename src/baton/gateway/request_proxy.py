@@ -29,7 +29,7 @@ from baton.gateway.errors import (
 from baton.gateway.interruptible import Interruptible
 from baton.gateway.metrics import NO_MODE, FallbackCause
 from baton.gateway.placing import find_base, find_prompt, find_serving, find_sole_field
-from baton.gateway.prefill_request import Handoff, PrefillRequest
+from baton.gateway.prefill_request import NO_ANSWER, Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies, write_ticket
 from baton.gateway.request import CompletionBody, estimate_prompt_tokens, find_vllm_field
 from baton.gateway.response_forwarder import (
@@ -408,7 +408,10 @@ class RequestProxy:
         try:
             await send_decode(headers)
         except BaseException:
-            prefill_request.cancel()
+            if self._context.status is None:  # the KV may be held for nothing
+                prefill_request.give_up(NO_ANSWER)
+            else:
+                prefill_request.cancel()
             raise
         if (self._context.status or 0) >= CLIENT_ERROR:  # an answer without KV
             prefill_request.give_up(REFUSED)
@@ -425,7 +428,7 @@ class RequestProxy:
         try:
             await send_decode(self._headers(self._context))  # there is less time left
         except BaseException:
-            prefill_request.release("the decode worker's answer did not come")
+            prefill_request.release(NO_ANSWER)
             raise
         if (self._context.status or 0) >= CLIENT_ERROR:  # an answer without KV
             prefill_request.release(REFUSED)

@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.flow_control import FlowControl
 
     from baton.net.multiplex import Multiplex, Multiplexes
+    from baton.net.write_batch import WriteBatch
 
 HIGH_WATER_BYTES: Final = 64 << 10
 """Of a body that the application has not taken: then no more is read from the connection."""
 BODILESS: Final = frozenset({HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED})
 INTERNAL_ERROR: Final = b"Internal Server Error"
+SMALL_BYTES: Final = 4 << 10
+"""Parts of streams of this size are written together with those of others, at the turn's end."""
 EVENT_STREAM: Final = b"text/event-stream"
 EXTENSION: Final = "baton.exchange"
 """The name by which an application finds the exchange in its scope's extensions."""
@@ -55,6 +58,7 @@ class ResponsePath:
     min_taken_bytes: int
     take_timeout_s: float
     multiplexes: Multiplexes
+    batch: WriteBatch
 
 
 class HttpExchange:
@@ -77,7 +81,8 @@ class HttpExchange:
         is_gateway: bool = False,
         peer_certificate: bytes | None = None,
     ) -> None:
-        self._path, self._transport, self._flow = path, path.transport, path.flow
+        self._path, self.transport, self._flow = path, path.transport, path.flow
+        self._writers = path.batch.writers
         self._is_head, self.keep_alive = is_head, keep_alive
         self._waits_for_continue, self.is_gateway = expects_continue, is_gateway
         self.peer_certificate = peer_certificate
@@ -95,7 +100,7 @@ class HttpExchange:
         self._news: asyncio.Event | None = None
         self._is_chunked = False
         self._num_left_bytes = 0
-        self._held_back: list[bytes] = []
+        self.held_back: list[bytes] = []
 
     # For the connection
 
@@ -148,8 +153,8 @@ class HttpExchange:
 
     async def receive(self) -> Message:
         """The next part of the request's body; after its end, waits until the client leaves."""
-        if self._waits_for_continue and not self._transport.is_closing():
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._waits_for_continue and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._waits_for_continue = False
         if not (self._has_news or self.disconnected or self.response_complete):
             self._flow.resume_reading()
@@ -196,9 +201,13 @@ class HttpExchange:
     def write(self, body: bytes) -> bool:
         """Send a part of a body that has begun and goes on; whether the client takes more now."""
         if not self.disconnected:
-            is_plain = not (self._held_back or self._is_head or self._multiplex)
-            if self._is_chunked and is_plain and body:
-                self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            is_plain = not (self.held_back or self._is_head or self._multiplex)
+            num_bytes = len(body)
+            if self._is_chunked and is_plain and 0 < num_bytes < SMALL_BYTES:
+                self.held_back = [b"%x\r\n%b\r\n" % (num_bytes, body)]
+                if not self._writers:
+                    self._path.loop.call_soon(self._path.batch.flush)
+                self._writers.append(self)
             else:
                 self._send_body(body, is_last=False)
         return not self._flow.write_paused
@@ -216,7 +225,7 @@ class HttpExchange:
     def abort(self) -> None:
         """See `MultiplexedAnswer`: the client sees that its answer is not complete."""
         self._multiplex = None
-        self._transport.abort()
+        self.transport.abort()
 
     # Within
 
@@ -228,9 +237,9 @@ class HttpExchange:
         """
         path, num_left = self._path, inf
         while self._flow.write_paused and not self.disconnected:
-            num_before, num_left = num_left, self._transport.get_write_buffer_size()
+            num_before, num_left = num_left, self.transport.get_write_buffer_size()
             if num_before - num_left < path.min_taken_bytes:
-                self._transport.abort()
+                self.transport.abort()
                 await self._flow.drain()
                 return
             with suppress(TimeoutError):
@@ -260,12 +269,14 @@ class HttpExchange:
             lines.append((b"transfer-encoding", b"chunked"))
             if self.wanted_multiplex is not None and _is_stream(lines):
                 self._begin_multiplexed(*self.wanted_multiplex, lines)
-        head = b"\r\n".join([b"%b: %b" % line for line in lines])
-        if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1:
+        head = b"".join([b"%b: %b\r\n" % line for line in lines])
+        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
             raise RuntimeError("a header of the response has a line break")
         # Each write is a system call: what follows at once goes with it.
-        self._held_back.append(b"%b%b\r\n\r\n" % (STATUS_LINE[status], head))
-        self._path.loop.call_soon(self._flush)
+        self.held_back = [b"%b%b\r\n" % (STATUS_LINE[status], head)]
+        if not self._writers:
+            self._path.loop.call_soon(self._path.batch.flush)
+        self._writers.append(self)
 
     def _begin_multiplexed(
         self, multiplex: Multiplex, number: int, lines: list[tuple[bytes, bytes]]
@@ -291,19 +302,19 @@ class HttpExchange:
             self._num_left_bytes -= len(body)
             if self._num_left_bytes < 0:
                 raise RuntimeError("the response is longer than was announced")
-        if self._held_back:
-            self._held_back.append(data)
-            if is_last or len(data) > HIGH_WATER_BYTES:
+        if self.held_back:
+            self.held_back.append(data)
+            if is_last or len(data) >= SMALL_BYTES:
                 self._flush()
         elif data:
-            self._transport.write(data)
+            self.transport.write(data)
         if is_last:
             self._end()
 
     def _flush(self) -> None:
-        held_back, self._held_back = self._held_back, []
+        held_back, self.held_back = self.held_back, []
         if held_back and not self.disconnected:
-            self._transport.write(b"".join(held_back))
+            self.transport.write(b"".join(held_back))
 
     def _end(self) -> None:
         if self._num_left_bytes:
@@ -311,7 +322,7 @@ class HttpExchange:
         self.response_complete = True
         self._wake()
         if not self.keep_alive:
-            self._transport.close()
+            self.transport.close()
         self._path.on_done()
 
     async def _give_up(self) -> None:
@@ -319,10 +330,11 @@ class HttpExchange:
         if self.response_complete:
             return
         if self.response_started or self.disconnected:
+            self._flush()
             if self._flow.write_paused:  # closed, it would wait for a client that takes nothing
-                self._transport.abort()
+                self.transport.abort()
             else:
-                self._transport.close()
+                self.transport.close()
                 self._path.on_done()
             return
         self.keep_alive = False

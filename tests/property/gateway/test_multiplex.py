@@ -20,6 +20,7 @@ from baton.gateway.http_client import MOST_LATE_BYTES, Answer, Connection
 from baton.gateway.multiplexed_streams import Multiplex as MultiplexReader
 from baton.net.http_exchange import HttpExchange, ResponsePath
 from baton.net.multiplex import FRAME, MAX_FRAME_BYTES, Multiplex, Multiplexes
+from baton.net.write_batch import WriteBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -93,7 +94,9 @@ class Stream:
         self.turns = turns
         self.way, self.idle = Pipe(), list[Connection]()
         flow = FlowControl(self.way)  # type: ignore[arg-type]
-        path = ResponsePath(turns, self.way, flow, [], lambda: None, 1, 1.0, Multiplexes())  # type: ignore[arg-type]
+        path = ResponsePath(
+            turns, self.way, flow, [], lambda: None, 1, 1.0, Multiplexes(), WriteBatch()
+        )  # type: ignore[arg-type]
         self.exchange = HttpExchange(path, is_head=False, keep_alive=True, expects_continue=False)
         self.sent, self.got = bytearray(), bytearray()
         self.has_begun = self.has_ended = self.is_over = False

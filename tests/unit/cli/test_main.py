@@ -319,6 +319,7 @@ def test_config_show_as_a_table(capsys):
         (["logs", "gateway"], 1, "fleet default has no log of 'gateway'; there are none"),
         (["drain", "w", "--on", "mars"], 2, "unknown baton.fleets 'mars'; installed: "),
         (["scale", "--decode=-1"], 2, "--decode -1: give a number from 0"),
+        (["scale"], 2, "how many workers? Give --prefill, --decode or --workers a number"),
         (["upgrade", "--fleet", "../x"], 2, "'../x' is no name"),
     ],
 )

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import secrets
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -89,7 +90,9 @@ class Adapters:
         return Adapter(f"{name}@{self.last_reset}", hashlib.sha256(both).hexdigest())
 
     def _find_files(self, lora: LoRARequest) -> Adapter | NotIdentified:
-        name, path = str(lora.lora_name), Path(lora.lora_path).expanduser()
+        name, path = str(lora.lora_name), Path(lora.lora_path)
+        with suppress(RuntimeError):  # of the home of no user vLLM makes a folder's name
+            path = path.expanduser()
         key = name, str(path), bool(lora.is_3d_lora_weight)
         known = self._digests.get(key)
         if known is None:
