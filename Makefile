@@ -186,13 +186,14 @@ $(RUNTIME): requirements.txt pyproject.toml | $(CREATED)
 	@touch $@
 
 # Of all installed modules a quarter is ever imported. One process compiles these: else the first
-# start of a gateway and its workers takes half a minute, in which each compiles the same.
+# start of a gateway and its workers takes half a minute, in which each compiles the same. (What
+# fails here fails there, and is shown.)
 $(COMPILED): $(RUNTIME)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import baton.cli.gateway, baton.cli.worker, baton.engines.transformers.engine, baton.gateway.process, baton.worker.process, transformers.models.llama.modeling_llama'
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import baton.cli.gateway, baton.cli.worker, baton.engines.transformers.engine, baton.gateway.process, baton.worker.process, transformers.models.llama.modeling_llama' || true
 	@touch $@
 
-$(VLLM_COMPILED): $(VLLM) | $(COMPILED)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import logging; logging.disable(logging.WARNING); import vllm.entrypoints.launchers.api_server.entry, vllm.v1.worker.cpu_worker'
+$(VLLM_COMPILED): $(VLLM)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c 'import logging; logging.disable(logging.WARNING); import vllm.entrypoints.launchers.api_server.entry, vllm.v1.worker.cpu_worker' || true
 	@touch $@
 
 $(VLLM): requirements-vllm.txt $(RUNTIME)
@@ -216,6 +217,6 @@ $(DOCS): requirements-docs.txt | $(CREATED)
 
 # What the processes of `make test` import as they collect the tests is compiled before, by one.
 # (What fails here fails there, and is shown.)
-$(COLLECTED): $(VLLM) $(DEV) | $(COMPILED)
+$(COLLECTED): $(VLLM) $(DEV) | $(COMPILED) $(VLLM_COMPILED)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only >/dev/null || true
 	@touch $@

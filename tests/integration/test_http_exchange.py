@@ -11,11 +11,14 @@ import uvicorn
 
 from baton.clock import MachineClock
 from baton.net import http_protocol
+from baton.net.http_exchange import EXTENSION, HttpExchange
 from baton.net.http_limits import Connections, HttpLimits
 from baton.net.http_server import bind, make_server_config, start_listening
 
 HOST = b"host: x\r\n"
 END = b"0\r\n\r\n"
+WRITTEN = (3, 1, 9000, 5, 0, 2, 5000)
+"""Sizes of parts."""
 
 
 class App:
@@ -25,6 +28,7 @@ class App:
         self.connections = connections
         self.gate = asyncio.Event()
         self.num_sent = 0
+        self.exchange: HttpExchange | None = None  # of the latest request
         self.has_seen_disconnect = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -33,6 +37,7 @@ class App:
             body += message["body"]
             if not message["more_body"]:
                 break
+        self.exchange = scope["extensions"][EXTENSION]
         await getattr(self, scope["path"].strip("/"))(body, receive, send)
 
     async def start(self, send: Any, *headers: tuple[bytes, bytes]) -> None:
@@ -56,6 +61,15 @@ class App:
         await self.start(send)
         await send({"type": "http.response.body", "body": b"ab", "more_body": True})
         raise ValueError("within the response")
+
+    async def writes(self, body: bytes, receive: Any, send: Any) -> None:
+        """Parts of all sizes in one turn of the event loop, by the way without a task."""
+        await self.start(send)
+        assert self.exchange is not None
+        for number, num_bytes in enumerate(WRITTEN):
+            assert self.exchange.write(b"%d" % number * num_bytes)
+        if body != b"breaks":
+            await send({"type": "http.response.body", "body": b"end"})
 
     async def returns(self, body: bytes, receive: Any, send: Any) -> None:
         await self.start(send)
@@ -225,6 +239,49 @@ def test_a_response_that_breaks_off_is_cut(path):
         answer = await reader.read()
         assert not answer.endswith(END)
         assert not answer.endswith(b"\r\n\r\na")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("body", [b"ends", b"breaks"])
+def test_parts_of_one_turn_arrive_in_order(body):
+    """Small ones are written at its end, and with what was held back before."""
+
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        writer.write(post(b"writes", body))
+        await read_head(reader)
+        parts = [b"%d" % number * size for number, size in enumerate(WRITTEN) if size]
+        for part in [*parts, b"end"] if body == b"ends" else parts:
+            assert int(await reader.readuntil(b"\r\n"), 16) == len(part)
+            assert await reader.readexactly(len(part) + 2) == part + b"\r\n"
+        if body == b"ends":
+            assert await reader.readuntil(END) == END
+        else:
+            assert await reader.read() == b"", "cut"
+
+    run(scenario)
+
+
+def test_a_client_that_is_gone_costs_another_ones_part_nothing():
+    async def scenario(app: App, reader: Any, writer: Any) -> None:
+        _, other_writer = await asyncio.open_connection(*writer.get_extra_info("peername"))
+        exchanges = []
+        for each in (other_writer, writer):
+            app.exchange = None
+            each.write(get(b"parts"))
+            while app.exchange is None:
+                await asyncio.sleep(0.01)
+            exchanges.append(app.exchange)
+        gone, own = exchanges
+        gone.transport.abort()
+        assert not gone.disconnected, "it will be, in the next turn"
+        for exchange in exchanges:
+            exchange.write(b"part")
+        await read_head(reader)
+        assert await reader.readuntil(b"part\r\n") == b"4\r\npart\r\n"
+        assert gone.disconnected
+        assert not own.disconnected
+        other_writer.close()
 
     run(scenario)
 
