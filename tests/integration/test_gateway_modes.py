@@ -416,3 +416,23 @@ def test_the_client_sees_what_the_prefill_worker_had_cached(is_stream: bool) -> 
         assert last["usage"] == usage(64)
 
     run(scenario, mode="pull", **pair(prefill_with_64_cached, answer))
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_an_answer_that_overtakes_prefills_report_waits_a_moment_for_it(reports: bool) -> None:
+    has_answered = asyncio.Event()
+
+    async def prefill(visit: Visit) -> None:
+        await has_answered.wait()
+        await asyncio.sleep(0.05 if reports else 30)
+        await prefill_with_64_cached(visit)
+
+    async def answer(visit: Visit) -> None:
+        await visit.answer(200, {"choices": [{"text": "abc"}], "usage": usage(0)})
+        has_answered.set()
+
+    async def scenario(cluster: Cluster) -> None:
+        async with asyncio.timeout(10), cluster.post(PROMPT) as response:
+            assert (await response.json())["usage"] == usage(64 if reports else 0)
+
+    run(scenario, mode="push", **pair(prefill, answer))

@@ -96,10 +96,11 @@ def test_kv_is_encoded_once_the_link_is_slow(op: TransferOp, far_cable: FarHost)
         assert estimate.raw_s < 0.1 * raw_s, "the link is not fast"
 
         with far_cable.limited(SLOW_LINK):
-            for _ in range(MOST_MEASURED):  # on a busy machine int8 may be chosen before
+            # On a busy machine int8 may be chosen before, and the link seem slower than it is.
+            for _ in range(MOST_MEASURED):
                 slow = run_until_chosen(p, d, "int8/1")
                 order, estimate = slow.receiving, slow.receiving.trace.encoding_estimate
-                if estimate is not None and estimate.raw_s > raw_s / 2:
+                if estimate is not None and abs(estimate.raw_s - raw_s) < raw_s / 2:
                     break
         assert order.trace.encodings == ["handoff=int8/1"]
         (link,) = read_links(reporting)

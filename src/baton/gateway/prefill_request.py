@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REPORT_WAIT_S: Final = 0.25
+"""How long a whole answer waits to tell its client how many tokens prefill had cached."""
 NO_ANSWER: Final = "the decode worker's answer did not come"
 
 
@@ -83,6 +85,7 @@ class PrefillRequest:
         self._task: asyncio.Task[None] | None = None
         self._answer: Answer | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def start(self, body: bytes, headers: bytes) -> None:
         """Ask."""
@@ -141,6 +144,14 @@ class PrefillRequest:
         self._cut()
         self.release(reason)
 
+    async def reported(self) -> None:
+        """Return once what was cached is known, or after `REPORT_WAIT_S`."""
+        if self._answer is not None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._waiter,), timeout=REPORT_WAIT_S)
+        elif self._task is not None:
+            await asyncio.wait((self._task,), timeout=REPORT_WAIT_S)
+
     def cancel_after_grace_period(self) -> None:
         """The answer is complete. Its prefill worker may take a moment more to report it.
 
@@ -171,6 +182,8 @@ class PrefillRequest:
             self._grace_timer.cancel()
         if answer is not None and not self._is_usual(answer):
             self._task = asyncio.create_task(self._run(partial(self._read, answer)))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _is_usual(self, answer: Answer) -> bool:
         """Whether the KV is computed and nothing else is to be done, which is then noted."""

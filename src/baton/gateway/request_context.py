@@ -20,7 +20,7 @@ from baton.telemetry.trace import RequestSpan, Stamp, new_token_gaps, pack_token
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from starlette.types import Send
 
@@ -134,8 +134,9 @@ class RequestContext:
     tokens that its worker should have or load, `num_cached` those that a prefill worker had,
     `waited_s` its time in the queue. `targets` are the client's, `model_targets` what the operator
     wants for its model's requests. `adapter` is what the client has named, if that is a LoRA
-    adapter of `model`. Where this is one part of a client's request, `whole` is that;
-    else `exchange` is the client's.
+    adapter of `model`. `prefill_reported` returns once a prefill worker that was asked beside the
+    decode worker has told what was cached, or does not soon. Where this is one part of a client's
+    request, `whole` is that; else `exchange` is the client's.
     """
 
     id: RequestId
@@ -166,6 +167,7 @@ class RequestContext:
     whole: RequestContext | None = None
     exchange: HttpExchange | None = None
     token_gaps: array[float] | None = None
+    prefill_reported: Callable[[], Awaitable[None]] | None = None
 
     def part(self, name: str, now: Instant) -> RequestContext:
         """The context of one of several requests that are made of this one; "" is its own id."""

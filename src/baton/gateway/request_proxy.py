@@ -405,6 +405,7 @@ class RequestProxy:
     ) -> None:
         headers = self._headers(self._context)
         prefill_request.start(body, headers)
+        self._context.prefill_reported = prefill_request.reported
         try:
             await send_decode(headers)
         except BaseException:
@@ -413,6 +414,8 @@ class RequestProxy:
             else:
                 prefill_request.cancel()
             raise
+        finally:
+            self._context.prefill_reported = None
         if (self._context.status or 0) >= CLIENT_ERROR:  # an answer without KV
             prefill_request.give_up(REFUSED)
         else:

@@ -316,8 +316,6 @@ class ResponseForwarder:
             body = client_error(response.status, body) if is_error else client_answer(body)
         if is_error:
             note_error(context.trace, read_error(body).message or f"{self._decode.id} refused it")
-        elif context.num_cached is not None and b'"cached_tokens"' in body:
-            body = replace_cached_tokens(body, context.num_cached)
         context.status, context.tail = response.status, body[-USAGE_BYTES:]
         first_at = None
         if (age_s := _read_age(response)) is not None:
@@ -326,8 +324,21 @@ class ResponseForwarder:
             if context.running is not None:
                 context.running.first_token(first_at)
         context.note_first_byte(first_at)
+        if not is_error and b'"cached_tokens"' in body:
+            body = await self._with_cached_tokens(body)
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         await send_whole(self._send, response.status, body, (*headers, own))
+
+    async def _with_cached_tokens(self, body: bytes) -> bytes:
+        """With those of its prefill worker, whose answer this one may have overtaken."""
+        context = self._context
+        if context.num_cached is None and context.prefill_reported is not None:
+            await context.prefill_reported()
+        if context.num_cached is None:
+            return body
+        body = replace_cached_tokens(body, context.num_cached)
+        context.tail = body[-USAGE_BYTES:]
+        return body
 
 
 def find_missing_end(context: RequestContext, record: StreamRecord) -> bytes | None:
