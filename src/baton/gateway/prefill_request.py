@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPORT_WAIT_S: Final = 0.25
-"""How long a whole answer waits to tell its client how many tokens prefill had cached."""
+"""How long a whole answer waits for the number of tokens that prefill had cached."""
 NO_ANSWER: Final = "the decode worker's answer did not come"
 
 

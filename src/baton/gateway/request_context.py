@@ -135,8 +135,8 @@ class RequestContext:
     `waited_s` its time in the queue. `targets` are the client's, `model_targets` what the operator
     wants for its model's requests. `adapter` is what the client has named, if that is a LoRA
     adapter of `model`. `prefill_reported` returns once a prefill worker that was asked beside the
-    decode worker has told what was cached, or does not soon. Where this is one part of a client's
-    request, `whole` is that; else `exchange` is the client's.
+    decode worker has reported what was cached, or does not soon. Where this is one part of a
+    client's request, `whole` is that; else `exchange` is the client's.
     """
 
     id: RequestId
