@@ -22,14 +22,14 @@ SPEC = RandomModelSpec(  # what is answered does not matter: a token takes as li
     hidden_size=64,
     num_heads=2,
     num_kv_heads=1,
-    max_context_tokens=12,
+    max_context_tokens=8,
     dtype="float32",
 )
 ENGINE: dict[str, object] = {
     "engine.dtype": "float32",
     "engine.num_threads": 1,
     "engine.num_blocks": 128,
-    "engine.max_context_tokens": 12,  # answers without `max_tokens` are short
+    "engine.max_context_tokens": 8,  # answers without `max_tokens` are short
 }
 
 

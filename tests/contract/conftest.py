@@ -15,11 +15,13 @@ from tests.forked_module import ForkingSubprocess
 
 SUITES: Final = "baton.testing.transport_contract."
 OF_ONE_SIDED: Final = ("reading.FailedReadContract", "write_grants")
+KILLED_OWNER: Final = "process.ReadOwnerContract"
+"""Mooncake and UCX's shared memory give an owner up after ten seconds and more."""
 SAME_CODE: Final = {
     "TestFaultlessWrapper": ("peers",),
     "TestFileInMemory": ("peers", "reading", "write_grants"),
-    "TestMooncake": (*OF_ONE_SIDED, "peers.UnauthenticatedPeerContract"),
-    "TestNixlOnOneHost": (*OF_ONE_SIDED, "peers"),
+    "TestMooncake": (*OF_ONE_SIDED, KILLED_OWNER, "peers.UnauthenticatedPeerContract"),
+    "TestNixlOnOneHost": (*OF_ONE_SIDED, KILLED_OWNER, "peers"),
     "TestNixlWithoutPreparedLists": OF_ONE_SIDED,
     "TestSharedDeviceLibpmem": ("peers", "write_grants"),
     "TestSharedDeviceMsync": ("peers", "reading", "write_grants"),
@@ -36,13 +38,29 @@ SAME_LINK: Final = {
     "TestStripedTcp",
     "TestTcpOverTls",
 }
+SAME_GRANTS: Final = SAME_LINK | {"TestMooncake", "TestNixlOnOneHost"}
 WRITERS_IN_OTHER_PROCESSES: Final = {
     "test_a_killed_writers_grant_becomes_quiescent",
     "test_a_stopped_writer_that_goes_on_answers",
     "test_a_writer_that_leaves_in_peace",
 }
-"""By `make chaos` for the classes `SAME_LINK`: what closes a grant is the other class's. In
+"""By `make chaos` for the classes `SAME_GRANTS`: what closes a grant is the other class's. In
 `make test` they have a writer that is stopped and killed, and one that never stops."""
+
+
+WITHOUT_A_SESSION: Final = {
+    "test_a_description_that_does_not_fit_is_lost",
+    "test_a_read_without_pages_completes",
+    "test_a_receiver_that_is_not_there_is_lost",
+    "test_an_attach_that_is_not_answered_is_lost",
+    "test_another_cluster_key_is_refused",
+    "test_arrays_that_are_not_there",
+    "test_reads_and_writes_are_reported_once_each_by_their_own_name",
+    "test_the_longest_notification_arrives_and_a_longer_one_is_refused",
+    "test_the_owner_gets_no_event_of_a_read",
+}
+"""What `OneSidedTransport` decides whatever moves the bytes: `TestNixlOverTheNetwork` has it."""
+OF_THE_SAME_TRANSPORT: Final = {"TestMooncake", "TestNixlOnOneHost", "TestNixlWithoutPreparedLists"}
 
 
 HALF_OF_CALLS: Final = {
@@ -61,7 +79,9 @@ at, and one error. Most are of code that both tiers have. `make chaos` has the o
 
 def is_another_classs(item: pytest.Item, name: str, suite: str) -> bool:
     """Whether all that a test goes through is what it goes through with another class."""
-    if name in WRITERS_IN_OTHER_PROCESSES and suite in SAME_LINK:
+    if name in WRITERS_IN_OTHER_PROCESSES and suite in SAME_GRANTS:
+        return True
+    if name in WITHOUT_A_SESSION and suite in OF_THE_SAME_TRANSPORT:
         return True
     if name in HALF_OF_CALLS:
         return not item.name.endswith(HALF_OF_CALLS[name].get(suite, "]"))

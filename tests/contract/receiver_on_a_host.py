@@ -1,7 +1,7 @@
 """A receiver on an address of its own: `python -m tests.contract.receiver_on_a_host TASK`.
 
 Exposes a region, opens one grant of all its pages, says the descriptor in a JSON line, and polls
-until its input ends. Meant to be run in a network namespace.
+until its input ends. In a network namespace, if the task names one.
 """
 
 import select
@@ -15,6 +15,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.ids import Epoch, TicketId, new_epoch
+from baton.testing.network_namespaces import move_thread_into
 from baton.testing.transport_peer import OWNED_BYTE, wait_for_events
 from baton.transfer.interface import TRANSPORTS, TransportContext, WriteGrant
 from baton.transfer.region import allocate_shared_region, release_region
@@ -28,10 +29,13 @@ class Task(msgspec.Struct):
     shapes: tuple[tuple[int, int], ...]
     writer: Epoch
     grant: bytes
+    namespace: str | None = None
 
 
 def main() -> None:
     task = msgspec.json.decode(sys.argv[1], type=Task)
+    if task.namespace is not None:
+        move_thread_into(task.namespace)
     key = Credentials.of(ClusterKey.from_hex(task.key_hex))
     context = TransportContext(key, new_epoch(), task.host, MachineClock())
     transport = TRANSPORTS.build(task.kind, task.options)(context)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -37,6 +38,7 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from tests.contract.receiver_on_a_host import Task
+from tests.forked_module import ForkingSubprocess
 
 STALL_TIMEOUT_S = 1.0
 SHAPES = ((512, 65_536),)
@@ -98,7 +100,7 @@ class TcpKit(TransportKit):
 class Far:
     """A receiver in a process of its own, and this side's transport that attached its region."""
 
-    def __init__(self, *, host="127.0.0.1", prefix=()):
+    def __init__(self, *, host="127.0.0.1", namespace=None):
         self.kit = TcpKit()
         self.side = self.kit.make_side(SHAPES)
         self.side.fill(seed=1)
@@ -111,10 +113,11 @@ class Far:
             SHAPES,
             self.side.epoch,
             self.grant,
+            namespace,
         )
         command = [sys.executable, "-m", "tests.contract.receiver_on_a_host"]
-        self.process = subprocess.Popen(
-            [*prefix, *command, msgspec.json.encode(task).decode()],
+        self.process = ForkingSubprocess.Popen(
+            [*command, msgspec.json.encode(task).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -244,21 +247,41 @@ def sockets_of(far):
     return {str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in fds}
 
 
-@pytest.fixture
-def far_host():
-    """A host at the end of a slow cable: its name, its address and this end of the cable."""
+@contextmanager
+def made_host():
     try:
-        with network_namespaces.far_host() as far, far.limited(RATE_BYTES):
-            yield far.name, far.address, far.link
+        with network_namespaces.far_host() as far:
+            yield far
     except NoNamespaceError as exc:
         pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="module")
+def standing_host():
+    """To lay a cable takes two seconds."""
+    with made_host() as far:
+        yield far
+
+
+@pytest.fixture
+def far_host(standing_host):
+    """A host at the end of a slow cable: its name, its address and this end of the cable."""
+    with standing_host.limited(RATE_BYTES):
+        yield standing_host.name, standing_host.address, standing_host.link
+
+
+@pytest.fixture
+def host_to_cut():
+    """As `far_host`, for a test that cuts the cable."""
+    with made_host() as far, far.limited(RATE_BYTES):
+        yield far.name, far.address, far.link
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])
 def test_a_slow_link_is_no_lost_peer(far_host, direction):
     """32 MiB take longer than the stall timeout; they go on moving, so nobody is given up."""
     name, address, _ = far_host
-    with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
+    with Far(host=address, namespace=name) as far:
         transfer = far.post(direction)
         done = WriteCompleted if direction == "write" else ReadCompleted
         event, elapsed_s = far.wait_for((done, RemoteLost))
@@ -272,7 +295,7 @@ def test_a_slow_link_is_no_lost_peer(far_host, direction):
 def test_what_drains_from_this_hosts_own_buffers_is_moving(far_host):
     """3 MiB that the kernel takes at once, and takes three seconds to deliver."""
     name, address, link = far_host
-    with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
+    with Far(host=address, namespace=name) as far:
         limits = ["rate", f"{RATE_BYTES // 2}bit", "burst", "64kb", "latency", "1s"]
         network_namespaces.run("tc", "qdisc", "change", "dev", link, "root", "tbf", *limits)
         transfer = far.post("write", num_pages=48)
@@ -285,9 +308,9 @@ def test_what_drains_from_this_hosts_own_buffers_is_moving(far_host):
 
 
 @pytest.mark.parametrize("direction", ["write", "read"])
-def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(far_host, direction):
-    name, address, link = far_host
-    with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
+def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(host_to_cut, direction):
+    name, address, link = host_to_cut
+    with Far(host=address, namespace=name) as far:
         far.sockets_before = [s for s in list_sockets() if s not in sockets_of(far)]
         transfer = far.post(direction)
         far.poll_for(0.3)
@@ -299,9 +322,9 @@ def test_a_link_that_is_cut_in_mid_transfer_loses_the_peer_in_time(far_host, dir
         assert far.process.poll() is None
 
 
-def test_a_cut_link_is_noticed_while_nothing_moves(far_host):
-    name, address, link = far_host
-    with Far(host=address, prefix=("ip", "netns", "exec", name)) as far:
+def test_a_cut_link_is_noticed_while_nothing_moves(host_to_cut):
+    name, address, link = host_to_cut
+    with Far(host=address, namespace=name) as far:
         network_namespaces.run("ip", "link", "set", link, "down")
         event, elapsed_s = far.wait_for(RemoteLost)
         assert isinstance(event.error, PeerLostError | PeerUnreachableError)

@@ -209,7 +209,7 @@ def test_a_prefix_is_loaded_from_the_worker_that_has_it(fleet, workers):
     gateway.stop()
     alone = fleet.start_gateway([], [], both=both[:1], settings=TLS)
     for messages, (answer, trace) in zip(talks, answers, strict=True):
-        if trace not in loaded:
+        if trace not in loaded[:2]:
             continue
         again, _ = chat(alone, messages, cache_salt="again")
         assert again["choices"] == answer["choices"]

@@ -12,7 +12,6 @@ gateway     as a worker on the socket `--listen-fds`; answers all paths as /metr
 blind       as a gateway that sees no worker
 """
 
-import argparse
 import json
 import os
 import signal
@@ -20,7 +19,6 @@ import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 METRICS = 'baton_gateway_worker_up{{role="decode",url="{url}"}} 1.0\n'
@@ -28,31 +26,49 @@ MODEL = 'baton_gateway_requests_total{mode="push",model="stub"} 0.0\n'
 BUSY = 'baton_router_requests{{model="stub",part="decode",worker="{name}"}} {num}.0\n'
 
 
-class Handler(BaseHTTPRequestHandler):
-    members = None
-    is_blind = False
+def serve(members, is_blind, listen_fds):
+    """A gateway's server, and what ends it. Workers are not asked, and start without its module."""
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # noqa: PLC0415
 
-    def do_GET(self):
-        body = self.metrics().encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.send_header("stub-pid", str(os.getpid()))
-        self.end_headers()
-        self.wfile.write(body)
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = metrics(members, is_blind).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.send_header("stub-pid", str(os.getpid()))
+            self.end_headers()
+            self.wfile.write(body)
 
-    def metrics(self):
-        if self.is_blind:
-            return ""
-        busy = json.loads(os.environ.get("STUB_BUSY", "{}"))
-        urls = ["http://w"]
-        if self.members is not None:
-            listed = json.loads(Path(self.members).read_text())["workers"]
-            urls = [each["url"] for each in listed if not each.get("draining")]
-        lines = [MODEL, *(METRICS.format(url=url) for url in urls)]
-        return "".join(lines + [BUSY.format(name=name, num=num) for name, num in busy.items()])
+        def log_message(self, *args):
+            pass
 
-    def log_message(self, *args):
-        pass
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=int(listen_fds))
+    server.server_port = server.socket.getsockname()[1]
+    # Another process listens on it, too, and may have taken the connection before this one accepts.
+    server.socket.setblocking(False)
+    server.server_activate()
+    server.daemon_threads = False
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def end():
+        server.shutdown()
+        server.server_close()  # what it has accepted is answered
+
+    return server.socket, end
+
+
+def metrics(members, is_blind):
+    if is_blind:
+        return ""
+    busy = json.loads(os.environ.get("STUB_BUSY", "{}"))
+    urls = ["http://w"]
+    if members is not None:
+        listed = json.loads(Path(members).read_text())["workers"]
+        urls = [each["url"] for each in listed if not each.get("draining")]
+    lines = [MODEL, *(METRICS.format(url=url) for url in urls)]
+    return "".join(lines + [BUSY.format(name=name, num=num) for name, num in busy.items()])
 
 
 def die_when_told(path):
@@ -74,53 +90,39 @@ def leave_when_told(path, status_fd):
     os._exit(0)
 
 
-def open_server(args):
-    if args.listen_fds is None:
-        return ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = socket.socket(fileno=args.listen_fds)
-    server.server_port = server.socket.getsockname()[1]
-    # Another process listens on it, too, and may have taken the connection before this one accepts.
-    server.socket.setblocking(False)
-    server.server_activate()
-    return server
-
-
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("behaviour")
-    parser.add_argument("port", type=int)
-    parser.add_argument("--listen-fds", type=int)
-    parser.add_argument("--members")
-    parser.add_argument("--status-fd", type=int)
-    args = parser.parse_args()
-    behaviour = args.behaviour
+    behaviour, port, *options = sys.argv[1:]
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    status_fd = int(given["--status-fd"])
     print(f"{behaviour} starts", flush=True)
     if behaviour == "broken":
         print("No module named 'steam'", file=sys.stderr)
         sys.exit(3)
     if behaviour == "loading":
-        os.write(args.status_fd, b'{"event":"loading","phase":"importing"}\n')
+        os.write(status_fd, b'{"event":"loading","phase":"importing"}\n')
         signal.pause()
-    Handler.members, Handler.is_blind = args.members, behaviour == "blind"
-    server = open_server(args)
-    server.daemon_threads = False
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    if "--listen-fds" in given:
+        sock, end = serve(given.get("--members"), behaviour == "blind", given["--listen-fds"])
+    else:
+        sock = socket.create_server(("127.0.0.1", int(port)))
+        end = sock.close
     if behaviour == "mortal":
         path = Path(os.environ["STUB_DIE_FILE"])
         threading.Thread(target=die_when_told, args=(path,), daemon=True).start()
     if behaviour == "spot":
-        arguments = Path(os.environ["STUB_DIE_FILE"]), args.status_fd
+        arguments = Path(os.environ["STUB_DIE_FILE"]), status_fd
         threading.Thread(target=leave_when_told, args=arguments, daemon=True).start()
     ended = threading.Event()
     stubborn = behaviour == "stubborn"
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: ended.set())
-    ready = {"event": "ready", "url": f"http://127.0.0.1:{server.server_port}", "pid": os.getpid()}
-    os.write(args.status_fd, json.dumps(ready).encode() + b"\n")
+    ready = {
+        "event": "ready",
+        "url": f"http://127.0.0.1:{sock.getsockname()[1]}",
+        "pid": os.getpid(),
+    }
+    os.write(status_fd, json.dumps(ready).encode() + b"\n")
     ended.wait()
-    server.shutdown()
-    server.server_close()  # what it has accepted is answered
+    end()
     print(f"{behaviour} ends", flush=True)
 
 

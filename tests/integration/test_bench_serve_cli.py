@@ -16,7 +16,7 @@ import pytest
 
 from baton.bench.load.job import Report
 from baton.cli.main import run as main
-from tests.forked_module import run_forked
+from tests.forked_module import ForkingSubprocess, run_forked
 from tests.integration.worker_process import starting
 
 if TYPE_CHECKING:
@@ -83,9 +83,14 @@ def test_a_reader_that_leaves_early_costs_no_report(url, tmp_path):
     path = tmp_path / "report.json"
     reading, writing = os.pipe()
     os.close(reading)
-    command = [*BENCH, "serve", "--url", url, "--requests", "2", "--output", str(path)]
-    subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=TIMEOUT_S, check=False)
+    command = [*BENCH, "serve", *flags_of(url), "--requests", "2", "--output", str(path)]
+    process = ForkingSubprocess.Popen(command, subprocess.DEVNULL, writing, subprocess.DEVNULL)
     os.close(writing)
+    try:
+        process.wait(TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
     assert len(msgspec.json.decode(path.read_bytes(), type=Report).records) >= 2
 
 

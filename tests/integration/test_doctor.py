@@ -23,7 +23,7 @@ from baton.protocol.request_traces import ListedRequest, RequestList, RequestTra
 from baton.protocol.worker_http import Role
 from baton.telemetry.trace import RequestSpan, summarize
 from baton.transfer.devices.table import TABLE_BYTES, read_table
-from tests.forked_module import run_forked
+from tests.forked_module import ForkingSubprocess, run_forked
 from tests.integration import patient_doctor
 from tests.integration.broken_transports import install_broken_transports
 from tests.integration.gateway_cluster import run, until_true
@@ -102,7 +102,7 @@ def test_text_for_a_file_and_for_a_terminal(tmp_path):
         assert "\x1b" not in text
         assert "transports used" in text
 
-        process = subprocess.Popen(
+        process = ForkingSubprocess.Popen(
             command,
             stdout=theirs,
             env={**environment(tmp_path), "TERM": "xterm-256color"},

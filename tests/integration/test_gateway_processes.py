@@ -26,7 +26,7 @@ from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and
 if TYPE_CHECKING:
     import socket
 
-NUM_PROCESSES = 3
+NUM_PROCESSES = 2
 
 PROGRAM = """
 import sys
@@ -118,7 +118,7 @@ async def running(worker: ScriptedWorker, listeners: tuple[socket.socket, ...] =
         await process.wait()
 
 
-def run(scenario) -> None:
+def run(scenario, listeners: tuple[socket.socket, ...] = ()) -> None:
     async def main() -> None:
         # Each request on a connection of its own: the kernel chooses a process for each.
         connector = aiohttp.TCPConnector(force_close=True)
@@ -127,7 +127,7 @@ def run(scenario) -> None:
             asyncio.timeout(40),
             aiohttp.ClientSession(connector=connector) as client,
             worker.running(),
-            running(worker) as gateways,
+            running(worker, listeners) as gateways,
         ):
             for index in range(NUM_PROCESSES):
 
@@ -195,7 +195,9 @@ def test_processes_that_end_again_and_again_end_the_gateway():
     run(scenario)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.every)]
+)
 def test_a_signal_ends_all_once_they_have_drained(number):
     async def scenario(client, worker, gateways):
         pids = gateways.pids()
@@ -253,28 +255,27 @@ def test_other_processes_take_over_the_sockets_and_no_request_fails():
             num_asked += 1
         return num_asked
 
-    async def scenario(client, worker, _):
-        with contextlib.ExitStack() as opened:
-            listeners = bind_shared("127.0.0.1", 0, NUM_PROCESSES)
-            for each in listeners:
-                opened.callback(each.close)
-            async with running(worker, listeners) as old:
-                ended = asyncio.Event()
-                asking = asyncio.create_task(ask_until(client, old.url, ended))
-                async with running(worker, listeners) as new:
-                    assert new.url == old.url
-                    old.process.send_signal(signal.SIGTERM)
-                    assert await old.process.wait() == 0
-                    for index in range(NUM_PROCESSES):
+    async def scenario(client, worker, old):
+        ended = asyncio.Event()
+        asking = asyncio.create_task(ask_until(client, old.url, ended))
+        async with running(worker, listeners) as new:
+            assert new.url == old.url
+            old.process.send_signal(signal.SIGTERM)
+            assert await old.process.wait() == 0
+            for index in range(NUM_PROCESSES):
 
-                        async def is_used(index: int = index) -> bool:
-                            return await served(new, client, index) > 0
+                async def is_used(index: int = index) -> bool:
+                    return await served(new, client, index) > 0
 
-                        await until_true(is_used)
-                    ended.set()
-                    assert await asking > NUM_PROCESSES
+                await until_true(is_used)
+            ended.set()
+            assert await asking > NUM_PROCESSES
 
-    run(scenario)
+    with contextlib.ExitStack() as opened:
+        listeners = bind_shared("127.0.0.1", 0, NUM_PROCESSES)
+        for each in listeners:
+            opened.callback(each.close)
+        run(scenario, listeners)
 
 
 def test_metrics_of_all_must_be_reachable():

@@ -214,7 +214,8 @@ def test_a_worker_that_is_slow_is_relieved(target: str, step_s: float) -> None:
     run(scenario, **two(counting(step_s), counting(0.001)), policy="cost")
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "cost"])
+# By costs: `test_where_a_stream_can_go_is_no_reason_to_divide_labour`.
+@pytest.mark.parametrize("policy", ["round_robin", pytest.param("cost", marks=pytest.mark.every)])
 def test_a_worker_that_ends_is_left(policy: str) -> None:
     async def scenario(cluster: Cluster) -> None:
         first, second = cluster.decodes

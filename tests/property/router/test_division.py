@@ -46,7 +46,6 @@ CASES = {
 
 IN_TESTS = {  # `make chaos` has all cases, with two workers and with four
     ("long prompts, tight TPOT", 2),
-    ("balanced, tight", 2),
     ("long answers", 2),
     ("one at a time", 2),
 }
@@ -94,12 +93,12 @@ def test_gaps_beyond_their_target_are_a_reason_to_divide_and_gaps_within_it_are_
     case = num_tokens, num_answer_tokens, 2 * num_workers, 5.0, 0.1
     splits = [split(num, num_workers - num) for num in range(1, num_workers)]
     target_s = 0.5 * PIECE_S
-    fixed = partial(goodput, case=case, until_s=60.0, since_s=20.0, itl_s=target_s)
+    fixed = partial(goodput, case=case, until_s=40.0, since_s=10.0, itl_s=target_s)
     divided = max(fixed(RoundRobin(), views) for views in splits)
     assert fixed(RoundRobin(), replicas(num_workers)) < 0.1 * divided
     found = {
         itl_s: goodput(
-            CostPolicy(CostOptions(ttft_s=5.0)), replicas(num_workers), case, 100.0, 50.0, itl_s
+            CostPolicy(CostOptions(ttft_s=5.0)), replicas(num_workers), case, 70.0, 40.0, itl_s
         )
         for itl_s in (None, target_s, 2 * PIECE_S)
     }
@@ -134,7 +133,7 @@ def replay(policy, views, requests, ttft_s, tpot_s):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.every)])
 def test_independent_arrivals_are_divided_where_more_of_them_are_good(seed):
     """Long prompts delay the tokens of answers beyond their limit."""
-    limits, load = (3.0, 0.016), (400, seed, 3.0, 2048, 32)
+    limits, load = (3.0, 0.016), (300, seed, 3.0, 2048, 32)
     replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
     divided, _ = replay(RoundRobin(), split(2, 2), independent(*load), *limits)
     assert replicated < 0.85 < 0.99 < divided
@@ -152,7 +151,7 @@ def test_no_division_is_tried_for_independent_arrivals_that_are_good_without(
     per_s, num_tokens, num_answer_tokens
 ):
     """Taken for closed loops they are divided: more of them would be served."""
-    load, limits = (500, 0, per_s, num_tokens, num_answer_tokens), (2.0, 0.1)
+    load, limits = (350, 0, per_s, num_tokens, num_answer_tokens), (2.0, 0.1)
     replicated, _ = replay(RoundRobin(), replicas(4), independent(*load), *limits)
     found, seen = replay(CostPolicy(CostOptions()), replicas(4), independent(*load), *limits)
     assert seen == {0}
@@ -284,18 +283,18 @@ def test_a_worker_has_room_for_fewer_requests_where_their_lengths_differ():
 def test_workers_that_are_gone_leave_the_division():
     policy = CostPolicy(CostOptions(ttft_s=2.0, tpot_s=0.022))
     world = World(policy, replicas(2), 2048, 32)
-    world.run(4, 60.0)
+    world.run(4, 30.0)
     (prefill,) = policy._divisions["demo"].prefills
     left = [each for each in world.views if each.id != prefill]
     world.simulation.fleet, before = Fleet.of(left), len(world.simulation.outcomes)
-    world.run(4, 90.0)
+    world.run(4, 50.0)
     assert len(world.simulation.outcomes) > before + 10
     assert policy._divisions["demo"].prefills == frozenset()
 
 
 def test_for_throughput_there_is_no_division():
     policy = CostPolicy(CostOptions(objective="throughput", ttft_s=2.0, tpot_s=0.022))
-    World(policy, replicas(2), 2048, 32).run(4, 60.0)
+    World(policy, replicas(2), 2048, 32).run(4, 30.0)
     assert policy._divisions == {}
 
 
