@@ -58,8 +58,7 @@ SCENARIOS = (
     Scenario(MID, Pause("gateway"), CORRECT, stands_for_others=True),
     Scenario(DECODING, Pause("gateway"), CORRECT),
     Scenario(BEFORE, Restart("prefill"), CORRECT),
-    # For it stands test_worker_crashes.py, where prefill comes back after the request.
-    Scenario(MID, Restart("prefill"), CORRECT, DECODE_FELL_BACK),
+    Scenario(MID, Restart("prefill"), CORRECT, DECODE_FELL_BACK, stands_for_others=True),
     Scenario(DECODING, Restart("prefill"), CORRECT),
     Scenario(BEFORE, Restart("decode"), EITHER),
     Scenario(MID, Restart("decode"), EITHER, (PREFILL_FAILED,)),

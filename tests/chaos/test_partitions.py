@@ -150,8 +150,7 @@ WRONGS = (
     Wrong(Fault.FLIP_BIT, "decode", moved=FOUND),
     Wrong(Fault.ZERO_PAGE, "decode", moved=FOUND, stands_for_others=False),
     Wrong(Fault.SWAP_PAGES, "prefill", moved=FOUND, stands_for_others=False),
-    # Found by the digest, as a flipped bit is.
-    Wrong(Fault.TRUNCATE, "prefill", moved=FOUND, stands_for_others=False),
+    Wrong(Fault.TRUNCATE, "prefill", moved=FOUND),
     Wrong(Fault.TRUNCATE, "prefill", count=1000, moved=FOUND, stands_for_others=False),
     Wrong(Fault.FAIL_SUBMIT, "prefill", moved=LOST),
     Wrong(Fault.DUPLICATE_NOTIFICATION, "decode", moved=LOST),

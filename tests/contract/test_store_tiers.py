@@ -357,14 +357,6 @@ class TestFileTier(FolderFaultContract):
         assert tier.usage().direct_io, "set TMPDIR to a filesystem that has O_DIRECT"
         return tier
 
-    # `TestPooledBodies` is killed at the same calls, but for a rename.
-    @pytest.mark.every
-    @pytest.mark.parametrize("first", [0, 1])
-    def test_a_process_killed_at_any_system_call_leaves_a_right_store(
-        self, tmp_path: Path, first: int
-    ) -> None:
-        super().test_a_process_killed_at_any_system_call_leaves_a_right_store(tmp_path, first)
-
     def check_half_written(self, num_written: int, pid: int, place: Path) -> None:
         """Its body goes past the page cache, and has all of its room from the start."""
         (path,) = (
