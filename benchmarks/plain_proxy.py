@@ -13,7 +13,8 @@ import uvicorn
 import uvloop
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
 
     from starlette.types import Receive, Scope, Send
@@ -82,11 +83,11 @@ def _serve(url: str, port_out: Connection) -> None:
 
 
 @contextmanager
-def plain_proxy(url: str) -> Iterator[tuple[str, int]]:
-    """A proxy before `url`, in a process of its own: its URL and process id."""
+def serving_process(serve: Callable[..., None], *args: object) -> Iterator[tuple[str, int]]:
+    """`serve(*args, port_out)` in a process of its own: its URL and process id."""
     reading, writing = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(url, writing), daemon=True
+        target=serve, args=(*args, writing), daemon=True
     )
     process.start()
     writing.close()  # a process that ends before it is ready is not waited for
@@ -96,3 +97,8 @@ def plain_proxy(url: str) -> Iterator[tuple[str, int]]:
     finally:
         process.terminate()
         process.join(5)
+
+
+def plain_proxy(url: str) -> AbstractContextManager[tuple[str, int]]:
+    """A proxy before `url`: its own URL and process id."""
+    return serving_process(_serve, url)

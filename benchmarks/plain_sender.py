@@ -7,15 +7,15 @@ loop: what an event takes here is the kernel's part of it, the wake-up of its cl
 from __future__ import annotations
 
 import json
-import multiprocessing
 import selectors
 import socket
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from plain_proxy import serving_process
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
 
 HEAD = (
@@ -70,18 +70,6 @@ def _read(
     streams[client] = int(json.loads(request.partition(b"\r\n\r\n")[2])["max_tokens"])
 
 
-@contextmanager
-def plain_sender(event: bytes, rate_hz: float) -> Iterator[tuple[str, int]]:
+def plain_sender(event: bytes, rate_hz: float) -> AbstractContextManager[tuple[str, int]]:
     """Such a process: its URL and process id."""
-    reading, writing = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(
-        target=_serve, args=(event, rate_hz, writing), daemon=True
-    )
-    process.start()
-    writing.close()  # a process that ends before it is ready is not waited for
-    assert process.pid is not None
-    try:
-        yield f"http://127.0.0.1:{reading.recv()}", process.pid
-    finally:
-        process.terminate()
-        process.join(5)
+    return serving_process(_serve, event, rate_hz)
