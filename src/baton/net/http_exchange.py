@@ -34,7 +34,7 @@ HIGH_WATER_BYTES: Final = 64 << 10
 BODILESS: Final = frozenset({HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED})
 INTERNAL_ERROR: Final = b"Internal Server Error"
 SMALL_BYTES: Final = 4 << 10
-"""Parts of streams of this size are written together with those of others, at the turn's end."""
+"""Smaller parts of streams are written together with those of others, at the turn's end."""
 EVENT_STREAM: Final = b"text/event-stream"
 EXTENSION: Final = "baton.exchange"
 """The name by which an application finds the exchange in its scope's extensions."""

@@ -41,5 +41,6 @@ class WriteBatch:
             try:
                 if held_back and not writer.disconnected:
                     writer.transport.write(b"".join(held_back))
-            except Exception:  # the others are written
+            except Exception:  # the others are written; this client sees that its answer is cut
                 log.exception("a part of a response could not be written")
+                writer.transport.abort()
