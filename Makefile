@@ -201,10 +201,11 @@ $(VLLM): requirements-vllm.txt $(RUNTIME)
 	$(INSTALL) --no-deps -r requirements-vllm.txt
 	@touch $@
 
-# xds-protos brings old modules of opentelemetry-proto: those of the package itself go over them.
+# xds-protos brings old modules of opentelemetry-proto: those of the package itself go over them,
+# also where vLLM's list installed it before.
 $(DEV): requirements-dev.txt $(RUNTIME)
-	$(INSTALL) --no-deps $(shell grep '^xds-protos==' requirements-dev.txt)
 	$(INSTALL) --no-deps -r requirements-dev.txt
+	$(INSTALL) --no-deps --force-reinstall $(shell grep '^opentelemetry-proto==' requirements-dev.txt)
 	@touch $@
 
 $(RAY): pyproject.toml | $(RUNTIME)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 import time
+import types
 
 import pytest
 
 from baton.cli.main import run as run_command
 from baton.config.sections import TraceSection
+from baton.errors import ConfigError
 from tests.integration.gateway_cluster import PROMPT, STREAM, Cluster, cluster, run
 from tests.integration.otlp_receiver import read_attributes, receiving
 from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
@@ -337,3 +340,13 @@ def test_ranks_of_a_vllm_server_have_one_span_and_one_that_is_silent_is_named() 
         assert "decode (decode-0, rank 1)" in shown["missing"]
 
     run(scenario, decodes=[server])
+
+
+def test_an_opentelemetry_that_another_package_damaged_is_an_error_that_says_how_to_mend_it(
+    monkeypatch,
+):
+    name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))  # nothing to import from it
+    repair = r"xds-protos.*pip install --force-reinstall --no-deps opentelemetry-proto==[\d.]+$"
+    with pytest.raises(ConfigError, match=repair):
+        run(None, trace=TraceSection(otlp_endpoint="http://127.0.0.1:9/v1/traces"), **tracing())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError
@@ -110,7 +111,7 @@ def open_export(endpoint: str, metrics: TraceMetrics, clock: Clock) -> SpanExpor
     The SDK's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `…_CERTIFICATE`) hold.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed.
+        ConfigError: OpenTelemetry is not installed, or damaged by another package.
     """
     try:
         # An extra, and 0.2 s to import.
@@ -119,10 +120,17 @@ def open_export(endpoint: str, metrics: TraceMetrics, clock: Clock) -> SpanExpor
         )
 
         from baton.gateway.otel_mapping import make_spans  # noqa: PLC0415
-    except ImportError as exc:
+    except ModuleNotFoundError as exc:
         raise ConfigError(
             f"trace.otlp_endpoint is set and {exc.name} is not installed: "
             "pip install 'baton-kv[otel]'"
+        ) from exc
+    except ImportError as exc:
+        raise ConfigError(
+            f"trace.otlp_endpoint is set and OpenTelemetry cannot be imported ({exc}): xds-protos, "
+            "which `baton picker` needs, may have replaced modules of opentelemetry-proto with its "
+            "own. Run: pip install --force-reinstall --no-deps opentelemetry-proto=="
+            f"{version('opentelemetry-proto')}"
         ) from exc
     # It logs each attempt; what is lost is counted here, and logged once a minute.
     logging.getLogger(EXPORTER_LOGGER).setLevel(logging.CRITICAL)
