@@ -191,7 +191,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What a worker and its peers must know about a loaded model.
 
     `max_running`: requests that it works on at once, `max_step_tokens`: tokens of one step; None
-    where it has no such limit.
+    where it has no such limit. `num_landing_layers`: see `WorkerInfo`.
     """
 
     engine: str
@@ -204,6 +204,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     max_running: int | None = None
     max_step_tokens: int | None = None
+    num_landing_layers: int = 0
 
 
 class Engine(Protocol):

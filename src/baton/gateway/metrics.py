@@ -366,6 +366,11 @@ class GatewayMetrics:
             "Streams that began with the prefill worker's token, before decode's.",
             registry=self.registry,
         )
+        self.split_prompts = Counter(
+            "baton_gateway_split_prompts",
+            "Prompts that were given to two workers, each to compute a part at the same time.",
+            registry=self.registry,
+        )
         self.multiplexed_streams = Counter(
             "baton_gateway_multiplexed_streams",
             "Streams whose worker sent them with others, over one connection.",

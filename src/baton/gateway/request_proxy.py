@@ -539,6 +539,8 @@ class RequestProxy:
             distance=name_distance(prefill.topology, decode.topology),
         )
         context.trace.ticket, context.trace.distance = ticket.id.hex(), ticket.distance or None
+        if placement.num_split_tokens:
+            services.metrics.split_prompts.inc()
         workers = services.workers
         return Handoff(ticket, prefill.protocol, workers.of(prefill), workers.of(decode))
 

@@ -80,6 +80,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=complete(info.topology, worker.address.topology),
         max_step_tokens=info.max_step_tokens,
+        num_landing_layers=info.num_landing_layers,
         adapters=worker.adapters,
         why_no_handoffs=worker.why_no_handoffs,
     )

@@ -60,12 +60,14 @@ class _Progress(MutableRecord):
     """One prompt: tokens `[start, stop)` are new in the layers that are being computed.
 
     `seen` has a bit for each layer that is ready up to `stop`; the agent was not notified of
-    those in `pending` yet. `ready_at` is the trace's: when each layer was ready last.
+    those in `pending` yet: they are not more than `batch_bytes`. `ready_at` is the trace's: when
+    each layer was ready last.
     """
 
     start: int
     stop: int
     ready_at: list[float]
+    batch_bytes: int
     seen: int = 0
     pending: list[int] = msgspec.field(default_factory=list)
 
@@ -76,7 +78,8 @@ class LayerBatcher:
     What is left goes with the prompt's end (`take`): a prompt of fewer bytes is sent at once. A
     notification wakes the agent's thread in the middle of a forward pass, and each write costs
     both workers some hundred microseconds; to send earlier is worth that only for bytes that take
-    as long on their way. 0: each layer by itself.
+    as long on their way. 0: each layer by itself, as it is of a prompt whose rest the decode worker
+    may compute meanwhile.
 
     Prompts that are offered and not finished; owner: the engine's thread.
     """
@@ -91,7 +94,10 @@ class LayerBatcher:
         """A prompt is offered."""
         num_ready, trace = order.num_ready_tokens, order.trace
         trace.layers_ready = [0.0] * self._num_layers
-        self._prompts[order.ticket.id] = _Progress(num_ready, num_ready, trace.layers_ready)
+        batch_bytes = 0 if order.ticket.num_prefix_tokens else self._batch_bytes
+        self._prompts[order.ticket.id] = _Progress(
+            num_ready, num_ready, trace.layers_ready, batch_bytes
+        )
 
     def layer_ready(
         self, tickets: Iterable[tuple[TicketId, int]], layer: int, at: float
@@ -120,7 +126,7 @@ class LayerBatcher:
             prompt.ready_at[layer] = at
             prompt.pending.append(layer)
             num_bytes = len(prompt.pending) * (stop - prompt.start) * self._layer_token_bytes
-            if num_bytes > self._batch_bytes:
+            if num_bytes > prompt.batch_bytes:
                 due.append(ReadyLayers(ticket, prompt.pending, stop))
                 prompt.pending = []
         return tuple(due)

@@ -13,7 +13,7 @@ from baton.errors import BatonError, HandoffError, ProtocolError
 from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
 from baton.handoff.incoming import IncomingHandoff, explain_mismatch, verify_written
-from baton.handoff.interface import BlocksQuiescent, KVFailed
+from baton.handoff.interface import BlocksQuiescent, KVFailed, LayersLanding
 from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     Available,
@@ -487,7 +487,20 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             incoming.record_sender(finished)
             actions += session.finished(finished)
         incoming.stamp_progress(self._context.clock.now(), notification)
+        self._count_layers(incoming, is_in_place=done is None)
         self._perform(incoming, actions)
+
+    def _count_layers(self, incoming: IncomingHandoff, *, is_in_place: bool) -> None:
+        """For an engine that reads layers before all have landed."""
+        session, layers = incoming.session, incoming.session.order.layers
+        if layers is None:
+            return
+        if not is_in_place:
+            layers.end()
+        is_first = not layers.num
+        layers.advance(session.coverage.num_leading_layers)
+        if is_first and layers.num and not session.coverage.complete:
+            self._context.emit(LayersLanding(session.ticket, layers))
 
     def _perform(self, incoming: IncomingHandoff, actions: list[ReceiveAction]) -> None:
         for action in actions:
@@ -526,7 +539,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case SendTransferAck(closes_grant):
                 self._send_transfer_ack(incoming, closes_grant=closes_grant)
             case Emit(event):
-                incoming.write_trace()
+                incoming.end_order()
                 self._context.emit(event)
             case _:
                 assert_never(action)

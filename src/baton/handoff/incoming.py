@@ -274,9 +274,11 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         if message.transport and message.transport != message.expected_transport:
             self.usage.record_failover(message.expected_transport, message.transport)
 
-    def write_trace(self) -> None:
-        """Write into the trace which transports carried it, and who moved the bytes."""
+    def end_order(self) -> None:
+        """Its engine is answered: write into the trace what carried it, and who moved the bytes."""
         trace, plan = self.session.order.trace, self.session.plan
+        if self.session.order.layers is not None:
+            self.session.order.layers.end()
         self.usage.write_into(trace)
         if plan is not None:
             trace.operation = plan.op

@@ -6,6 +6,7 @@ to the agent from the call until the event that gives them back:
 
     start_receive ──► KVLanded                      blocks are ready, all tokens verified
                   └─► KVFailed ──► BlocksQuiescent  quarantined in between
+       (with `layers`: LayersLanding before these, once the first layer's KV is there)
     start_send    ──► KVSent | SendFailed           source blocks may change again
                   └─► KVExported ──► ExportReleased  the exported ones only then
 
@@ -15,6 +16,7 @@ peer in which the KV is: `SharedBlockPort` is how they go back.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias
 
@@ -88,6 +90,49 @@ class StreamPosition(Protocol):
         ...
 
 
+class LandingLayers:
+    """How many layers of a receive, from the first on, are in place and verified, all tokens.
+
+    The agent's thread writes, the engine's reads and waits.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num = 0
+        self._is_over = False
+
+    @property
+    def num(self) -> int:
+        """Layers that are in place."""
+        return self._num
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other layer will be."""
+        return self._is_over
+
+    def advance(self, num: int) -> None:
+        """So many are in place, unless it is over."""
+        with self._changed:
+            if not self._is_over:
+                self._num = max(self._num, num)
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """No other layer is counted from here on."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int, timeout_s: float) -> bool:
+        """Wait for a layer; whether it is in place."""
+        if layer < self._num:
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: layer < self._num or self._is_over, timeout_s)
+        return layer < self._num
+
+
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:
     """Decode's side: get KV of tokens `[start, num_tokens)` into `blocks`.
@@ -95,7 +140,8 @@ class ReceiveOrder:
     `prompt_hash` commits to all prompt tokens, the model and the tenant (`kv.identity`).
     `prompt_ids`, int32 `[num_tokens]`, and `adapter` are needed in mode pool alone: entries are
     named by them.
-    Before `after` the engine's GPU may still use the blocks for what they held before.
+    Before `after` the engine's GPU may still use the blocks for what they held before. With
+    `layers` the engine may read each layer as soon as it is counted there.
     """
 
     ticket: Ticket
@@ -108,6 +154,7 @@ class ReceiveOrder:
     prompt_ids: NDArray[np.int32] | None = None
     after: StreamPosition | None = None
     adapter: Adapter | None = None
+    layers: LandingLayers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +235,14 @@ class KeepOrder:
     guard: BlockGuard = field(default_factory=BlockGuard)
     after: StreamPosition | None = None
     adapter: Adapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayersLanding:
+    """The first layer of a receive is in place, and the others follow."""
+
+    ticket: TicketId
+    layers: LandingLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +336,7 @@ class ImportRevoked:
 
 HandoffEvent: TypeAlias = (
     KVLanded
+    | LayersLanding
     | PrefixFound
     | KVFailed
     | BlocksQuiescent

@@ -105,6 +105,12 @@ class Coverage:
         return self.num_missing == 0
 
     @property
+    def num_leading_layers(self) -> int:
+        """Layers from the first on of which every token has landed."""
+        incomplete = np.flatnonzero(self._missing_in_layer)
+        return int(incomplete[0]) if len(incomplete) else len(self._landed)
+
+    @property
     def is_empty(self) -> bool:
         """Whether no token of any layer has landed."""
         return self.num_missing == self._landed.size

@@ -135,7 +135,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
     worker knows its tokenizer's longest token. `max_step_tokens`: of prompts and answers together,
-    its engine computes so many in one step. `takes_unsigned_tickets`: it knows by the connection
+    its engine computes so many in one step. `num_landing_layers`: layers of the model, where the
+    engine computes the rest of a prompt while KV of its beginning lands, layer by layer.
+    `takes_unsigned_tickets`: it knows by the connection
     that a gateway sends one, and needs no signature. `resumes_streams`: of a vLLM server, that it
     goes on with streams from token ids, as Baton's workers do. `multiplexes_streams`: it answers at
     `MULTIPLEX_PATH`. `topology` is
@@ -151,6 +153,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: Annotated[int, Meta(gt=0)]
     max_prompt_chars: Annotated[int, Meta(gt=0)] | None = None
     max_step_tokens: Annotated[int, Meta(gt=0)] | None = None
+    num_landing_layers: Annotated[int, Meta(ge=0, le=4096)] = 0
     handoff_address: Name
     layout: object = None
     transports: Annotated[tuple[str, ...], Meta(max_length=64)]

@@ -10,9 +10,10 @@ one that may answer. Of each, what the client will see is predicted:
     TPOT = a step of the decode worker with one answer more / the share of time left for steps
 
 A prefix that another worker has cached can also be loaded from it: then only the rest is computed,
-by the worker that answers. To each is added what the placement costs others: the answers that are
-under way at the two, and prompts to come, since what a worker has to keep pushes out what they
-would have found. The least sum wins.
+by the worker that answers. Or the other worker computes it meanwhile (`split_prompts.py`).
+To each is added what the placement costs others: the answers that are under way at the two, and
+prompts to come, since what a worker has to keep pushes out what they would have found. The least
+sum wins.
 Where a request, or an answer that is under way, has a target for the gaps between tokens (`itl_s`),
 a gap is predicted too: a step, and the piece of a prompt that is computed in it.
 `goodput` counts both in units of their limits, and what is beyond a limit `BEYOND` times; of a gap
@@ -54,6 +55,7 @@ from baton.router.pairing import (
     serve_alone,
 )
 from baton.router.placement import Placement, Unplaceable
+from baton.router.split_prompts import LEAST_SAVED, LEAST_SPLIT, find_split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,8 +90,8 @@ class Candidate:
     """One way to serve a request: `prefill` None is the decode worker alone.
 
     `handoffs` is where the handoff's cost comes from. `num_prefix_tokens` above 0: it hands over so
-    many that it has cached, and computes nothing. It must cost less than `preferred` times the best
-    worker alone.
+    many, of which it computes `num_split_tokens` and has cached the others. It must cost less than
+    `preferred` times the best worker alone.
     """
 
     prefill: WorkerView | None
@@ -99,11 +101,14 @@ class Candidate:
     handoffs: HandoffCosts | None = None
     num_prefix_tokens: int = 0
     preferred: float = PREFERRED_ALONE
+    num_split_tokens: int = 0
 
     def __str__(self) -> str:
         seen = self.prediction
         who = self.decode.id if self.prefill is None else f"{self.prefill.id} → {self.decode.id}"
-        if self.num_prefix_tokens:
+        if self.num_split_tokens:
+            who += f" (split: the first computes up to token {self.num_prefix_tokens})"
+        elif self.num_prefix_tokens:
             who += f" (a prefix of {self.num_prefix_tokens} tokens)"
         parts = f"queue {seen.queue_s:.3f}, prefill {seen.prefill_s:.3f}"
         if seen.num_cached:
@@ -131,7 +136,9 @@ class Candidate:
             "tpot_s": seen.tpot_s,
             "cached_tokens": seen.num_cached,
         }
-        if self.num_prefix_tokens:
+        if self.num_split_tokens:
+            figures["split_at"] = self.num_prefix_tokens
+        elif self.num_prefix_tokens:
             figures["loaded_tokens"] = self.num_prefix_tokens
         if seen.num_stored:
             figures |= {"stored_tokens": seen.num_stored, "load_s": seen.load_s}
@@ -193,17 +200,15 @@ class CostPolicy:
         num_stored = best.prediction.num_stored
         if (fixed := serve_alone(best.decode, request, self._mode)) is not None:
             return replace(fixed, num_stored_tokens=num_stored)
-        ranked, most = self._rank_pairs(parts, request, load), inf
-        if not usable.has_trial:
-            most, loading = best.cost, self._rank_prefixes(parts, best.cost, request, load)
-            ranked = merge(ranked, loading, key=attrgetter("cost"))
+        most = inf if usable.has_trial else best.cost
+        ranked, limit = self._rank_all(parts, best, request, load)
         first = next(ranked, None)
         pairs = [] if first is None else [first]
         prefills = usable.prefills
         divided = [f"only prefilling at present: {', '.join(sorted(prefills))}"] if prefills else []
         trial = (TRIAL,) if usable.has_trial else ()
         for pair in chain(pairs, ranked):
-            if pair.prefill is None or pair.cost >= PREFERRED_ALONE * most:
+            if pair.prefill is None or pair.cost >= limit:
                 break
             if pair.cost >= pair.preferred * most:
                 continue
@@ -221,6 +226,18 @@ class CostPolicy:
         why = (f"chosen: {best}", *(f"rather than {pair}" for pair in pairs), *divided)
         return Placement(None, best.decode, reasons, why=why, num_stored_tokens=num_stored)
 
+    def _rank_all(
+        self, parts: Parts, best: Candidate, request: PlacementRequest, load: FleetLoad
+    ) -> tuple[Iterator[Candidate], float]:
+        """Two workers in all their ways, the best first; none that costs the limit is better."""
+        ranked = self._rank_pairs(parts, request, load)
+        if parts.usable.has_trial:
+            return ranked, inf
+        loading = self._rank_prefixes(parts, best.cost, request, load)
+        splits = self._find_splits(parts, [best], request, load)
+        preferred = max([PREFERRED_ALONE, *(each.preferred for each in splits)])
+        return merge(ranked, loading, splits, key=attrgetter("cost")), preferred * best.cost
+
     def explain(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
     ) -> list[ExplainedCandidate]:
@@ -236,6 +253,7 @@ class CostPolicy:
             ]
             ways += self._rank_pairs(parts, request, load)
             ways += self._rank_prefixes(parts, inf, request, load)
+            ways += self._find_splits(parts, ways[: len(costs)], request, load)
             ways.sort(key=attrgetter("cost"))
             candidates += [way.explain(self._why_not(way, request)) for way in ways]
             candidates += _explain_unpaired(usable)
@@ -268,7 +286,11 @@ class CostPolicy:
         placement = hand_over(prefill, way.decode, request, "push")
         if placement.prefill is None:
             return placement
-        return replace(placement, num_prefix_tokens=way.num_prefix_tokens)
+        return replace(
+            placement,
+            num_prefix_tokens=way.num_prefix_tokens,
+            num_split_tokens=way.num_split_tokens,
+        )
 
     def _find_usable(
         self, fleet: Fleet, request: PlacementRequest, load: FleetLoad
@@ -433,6 +455,36 @@ class CostPolicy:
                 break
             found += better
         found.reverse()
+        return found
+
+    def _find_splits(
+        self, parts: Parts, alone: list[Candidate], request: PlacementRequest, load: FleetLoad
+    ) -> list[Candidate]:
+        """How another worker would share the prompt with each of these, where that can be."""
+        options, usable = self._options, parts.usable
+        if not options.split_prompts or self._mode not in LOADING_MODES or usable.has_trial:
+            return []
+        if request.num_prompt_tokens < LEAST_SPLIT:
+            return []
+        found: list[Candidate] = []
+        for best in alone:
+            second = usable.ids.index(best.decode.id)
+            split = find_split(parts, second, request, load, options=options)
+            if split is not None:
+                # Most of the cost may be the answer's, of which nothing is saved.
+                least_saved = LEAST_SAVED * options.count_ttft(best.prediction.ttft_s, request)
+                found.append(
+                    Candidate(
+                        usable.workers[split.first],
+                        best.decode,
+                        split.prediction,
+                        split.cost,
+                        load.costs(request.model).handoffs,
+                        split.num_prefix,
+                        1.0 - least_saved / best.cost,
+                        split.num_computed,
+                    )
+                )
         return found
 
     def _find_loading(

@@ -39,7 +39,8 @@ class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is wanted: requests within both limits, in seconds, or as many as can be.
 
     `load_prefixes`: KV of a prompt's beginning may be loaded from a worker that has it cached.
-    `count_stored`: what workers can load from their store need not be computed.
+    `count_stored`: what workers can load from their store need not be computed. `split_prompts`:
+    two workers that have little to do may compute a long prompt together.
     """
 
     objective: Objective = "goodput"
@@ -47,6 +48,7 @@ class CostOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tpot_s: _Seconds = 0.1
     load_prefixes: bool = True
     count_stored: bool = True
+    split_prompts: bool = True
 
     def count_ttft(self, ttft_s: Number, request: PlacementRequest) -> Number:
         """What the time to the first token counts, by the request's own limit if it has one."""

@@ -30,6 +30,8 @@ class WorkerView:
     `resumes_streams`: it goes on from the token ids of an answer's beginning.
     `topology` is where it is (`router/topology.py`).
     `max_step_tokens`: its engine computes so many in one step; None: not reported.
+    `num_landing_layers`: its engine computes the rest of a prompt while KV lands, each of so many
+    layers once that layer's KV is there; 0: when all has landed.
     `adapters`: names of the LoRA adapters that it serves the model with, too.
     `why_no_handoffs`: why it takes no part in handoffs; None: it does.
     """
@@ -51,6 +53,7 @@ class WorkerView:
     resumes_streams: bool = True
     topology: str = ""
     max_step_tokens: int | None = None
+    num_landing_layers: int = 0
     adapters: frozenset[str] = frozenset()
     why_no_handoffs: str | None = None
     id: WorkerId = field(init=False)

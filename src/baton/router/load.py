@@ -112,12 +112,37 @@ class AnsweredRequest(Record, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """Tokens of a prompt that another worker computes first, at the same time (`Placement`)."""
+
+    worker: WorkerActivity
+    num_tokens: int
+    num_cached: int
+    expected: tuple[float, float]
+    is_over: bool = False
+
+    def done(self, began_at: float, done_at: float) -> None:
+        """They were computed."""
+        if not self.is_over:
+            self.is_over = True
+            self.worker.finish_prefill(self.num_tokens, self.expected, done_at)
+            self.worker.observe_prefill(self.num_tokens, began_at, done_at, self.num_cached)
+
+    def drop(self, now: float) -> None:
+        """They were computed at an unknown time, or never will be."""
+        if not self.is_over:
+            self.is_over = True
+            self.worker.drop_prefill(self.num_tokens, self.expected, now)
+
+
+@dataclass(slots=True, eq=False)
 class RunningRequest:
     """One attempt, from its placement to its end. Owner: the gateway's thread.
 
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
-    comes from another worker, so that what the rest takes is not seen. `has_load`: it comes from
+    comes from another worker, so that what the rest takes is not seen; `shared` is what that one
+    computes of it. `has_load`: it comes from
     the store, and the same holds. `predicted`: by the models, when it was placed. `prompt`: tokens
     to compute and others when the request was placed first. `itl_s`: its target for the gaps
     between tokens, see `limit_gaps`.
@@ -137,6 +162,7 @@ class RunningRequest:
     waited_s: float = 0.0
     has_prefix: bool = False
     has_load: bool = False
+    shared: SharedPrompt | None = None
     itl_s: float | None = None
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
@@ -151,7 +177,9 @@ class RunningRequest:
 
     def prefilled(self, done_at: float) -> None:
         """Its prefill worker has computed the prompt; the report of it may come later."""
-        if self.has_prefix:  # nothing was computed there
+        if self.has_prefix:
+            if self.shared is not None:
+                self.shared.done(self.began_at, max(done_at, self.began_at))
             return
         if self._prefilled_at is not None or (self._is_over and self._first_at is None):
             return
@@ -192,6 +220,8 @@ class RunningRequest:
             return
         if not self._is_prefilled:
             self.prefill.drop_prefill(self.num_tokens, self._expected, now)
+        if self.shared is not None:
+            self.shared.drop(now)
         if self._first_at is not None:
             seconds = self.decode.count_streams(-1, now)
             if num_streamed >= MIN_STREAMED and now > self._first_at:
@@ -239,7 +269,8 @@ class RunningRequest:
         ttft_s = self.waited_s + first_at - self.began_at
         done_at = self._prefilled_at
         prefill_s = None if done_at is None else min(done_at, first_at) - self.began_at
-        tokens = self.num_tokens, self.num_cached
+        num_shared = 0 if self.shared is None else self.shared.num_tokens
+        tokens = self.num_tokens + num_shared, self.num_cached - num_shared
         self.costs.note_ended(
             EndedRequest(
                 now,
@@ -425,12 +456,9 @@ class FleetLoad:
         if prefill_view is not None and not is_prefix:
             prefill = self.of(prefill_view.id, prefill_view.model)
             cost = costs.handoffs.cost_of(prefill_view, decode_view)
-        num_stored = placement.num_stored_tokens
-        handed = num_tokens if num_handed is None else num_handed
+        num_stored, num_shared = placement.num_stored_tokens, placement.num_split_tokens
+        handed, shared = num_tokens if num_handed is None else num_handed, None
         handoff_s = 0.0 if cost is None else cost.predict(handed)
-        if is_prefix and prefill_view is not None:
-            num_prefix = placement.num_prefix_tokens
-            handoff_s = costs.handoffs.predict_load(prefill_view, decode_view, num_prefix)
         begins_at, most_running = max(now, prefill.free_at), costs.columns.most_running
         queue_s, decode_queue_s = begins_at - now, 0.0
         # Each request comes here: nothing is called where there are places.
@@ -439,6 +467,9 @@ class FleetLoad:
         expected = prefill.add_prefill(num_tokens, now, num_stored, num_cached)
         done_at = prefill.free_at
         load_s, prefill_s = expected[0] - done_at, done_at - begins_at
+        if is_prefix and prefill_view is not None:
+            shared, handoff_s = self._begin_prefix(placement, prefill_view, handed, now)
+            handoff_s += 0.0 if shared is None else max(0.0, shared.expected[0] - done_at)
         if prefill is not decode and decode.num_decodes >= most_running[decode.row]:
             arrives_s = queue_s + load_s + prefill_s + handoff_s
             decode_queue_s = max(0.0, costs.place_s(decode, now) - arrives_s)
@@ -451,7 +482,7 @@ class FleetLoad:
         )
         decode.count_decodes(+1)
         if before is None:
-            costs.note_begun(now, num_tokens + num_stored, num_cached)
+            costs.note_begun(now, num_tokens + num_shared + num_stored, num_cached - num_shared)
         else:
             costs.arrivals.resume()
         return RunningRequest(
@@ -464,12 +495,28 @@ class FleetLoad:
             now,
             expected,
             predicted,
-            (num_tokens, num_cached + num_stored) if before is None else before.prompt,
+            (num_tokens + num_shared, num_cached - num_shared + num_stored)
+            if before is None
+            else before.prompt,
             num_cached,
             waited_s,
             is_prefix,
             num_stored > 0,
+            shared,
         )
+
+    def _begin_prefix(
+        self, placement: Placement, source: WorkerView, num_handed: int, now: float
+    ) -> tuple[SharedPrompt | None, float]:
+        """What another worker computes of a prompt is given to it; and the handoff's seconds."""
+        decode, num_tokens = placement.decode, placement.num_split_tokens
+        handoffs, num_prefix = self.costs(decode.model).handoffs, placement.num_prefix_tokens
+        if not num_tokens:
+            return None, handoffs.predict_load(source, decode, num_prefix)
+        worker, num_before = self.of(source.id, source.model), num_prefix - num_tokens
+        expected = worker.add_prefill(num_tokens, now, 0, num_before)
+        shared = SharedPrompt(worker, num_tokens, num_before, expected)
+        return shared, handoffs.cost_of(source, decode).predict(num_handed)
 
     def note_report(self, worker: WorkerId, model: str, report: WorkerLoad | None) -> None:
         """A worker was asked for its load just now; None: it does not report it."""

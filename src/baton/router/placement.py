@@ -80,8 +80,9 @@ class Placement:
     line for each cause, and is empty where that is what the operator set up. `non_disaggregable` is
     set where the request itself wants it so, which is no failure of anybody. `handoff` is how KV
     gets from one to the other, `why` the policy's lines on that; `is_degraded`: another way was
-    wanted. `num_prefix_tokens` above 0: so many first tokens of the prompt are cached at `prefill`,
-    which hands over their KV and computes nothing; the decode worker computes the others.
+    wanted. `num_prefix_tokens` above 0: `prefill` hands over the KV of so many first tokens of the
+    prompt, and the decode worker computes the others. `prefill` has them cached, but for
+    `num_split_tokens`, which it computes at the same time.
     `num_stored_tokens`: so many more than it has cached is `computing` expected to load from its
     store.
     """
@@ -95,6 +96,7 @@ class Placement:
     is_degraded: bool = False
     num_prefix_tokens: int = 0
     num_stored_tokens: int = 0
+    num_split_tokens: int = 0
 
     @property
     def computing(self) -> WorkerView:

@@ -104,6 +104,7 @@ class StatusPages:
                 max_context_tokens=info.max_context_tokens,
                 max_prompt_chars=self.max_prompt_chars,
                 max_step_tokens=info.max_step_tokens,
+                num_landing_layers=info.num_landing_layers,
                 handoff_address="" if self.handoffs is None else self.handoffs.address,
                 layout=info.layout,
                 transports=self.options.transports,

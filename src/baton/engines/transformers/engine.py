@@ -168,6 +168,7 @@ class TransformersEngine:
             eos_token_ids=loaded.eos_token_ids,
             max_running=options.max_num_seqs,
             max_step_tokens=options.max_batch_tokens,
+            num_landing_layers=layout.num_layers if pages.lands_in_place else 0,
         )
         self._options, self._clock = options, clock
         self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)

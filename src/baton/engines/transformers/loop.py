@@ -19,9 +19,11 @@ from baton.engines.stall_detector import STALL_REASON, StallDetector
 from baton.engines.transformers.orders import make_receive_order, make_send_order
 from baton.engines.transformers.prefixes import EnginePrefixes
 from baton.engines.transformers.sequence import (
+    LayerLateError,
     Sequence,
     SequenceTable,
     Status,
+    count_handed_over,
     count_landed,
     find_ticket,
     is_pulled,
@@ -37,6 +39,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    LayersLanding,
     PrefixFound,
     SampledToken,
     SendFailed,
@@ -65,12 +68,18 @@ class StepRunner(Protocol):
     """What the loop asks of the model: see `model_runner.ModelRunner`."""
 
     def compute(self, step: list[Work]) -> list[SampledToken | None]:
-        """The token that follows each work; reports each layer to the handoff."""
+        """The token that follows each work; reports each layer to the handoff.
+
+        Raises:
+            LayerLateError: see `ModelRunner.compute`.
+        """
         ...
 
 
 class EnginePages(Protocol):
     """What the loop asks of the memory: see `pages.KVPages`."""
+
+    lands_in_place: bool
 
     def load_blocks(self, blocks: list[int]) -> None:
         """Take what peers have written into `blocks`, all layers."""
@@ -86,7 +95,7 @@ class EnginePages(Protocol):
 
 
 class EngineLoop:
-    """All that the engine's thread owns; `step` never waits.
+    """All that the engine's thread owns; `step` waits for nothing but layers that land.
 
     Updates leave in one call of `sink` before the step, and one after it, where there are any.
     `on_end` is called with each request that has ended.
@@ -230,7 +239,9 @@ class EngineLoop:
         for receive in plan.expected:
             self._count_admission(receive.sequence)
             self._stamp(receive.sequence, Stamp.PAGES_RESERVED)
-            self._handoff.start_receive(make_receive_order(receive, fingerprint))
+            self._handoff.start_receive(
+                make_receive_order(receive, fingerprint, in_place=self._pages.lands_in_place)
+            )
         for lookup in plan.lookups:
             self._prefixes.look_up(lookup)
         for sequence in plan.held:
@@ -271,6 +282,11 @@ class EngineLoop:
         self._prefixes.steps.num_begun += 1
         try:
             tokens = self._runner.compute(plan.work)
+        except LayerLateError:
+            for work in plan.work:
+                if work.sequence.landing is not None:
+                    self._scheduler.await_landing(work.sequence)
+            return
         except Exception:  # noqa: BLE001 - the engine survives whatever a model raises
             _log.exception("a step of %d tokens failed", plan.num_tokens)
             for work in plan.work:
@@ -278,14 +294,17 @@ class EngineLoop:
             return
         finally:
             self._prefixes.steps.num_ended += 1
-        self._prefixes.observe_step(plan, self._clock.now() - began_at)
+        if not plan.has_landing:
+            self._prefixes.observe_step(plan, self._clock.now() - began_at)
         for work, token in zip(plan.work, tokens, strict=True):
             if work.is_prefill and work.stop >= work.sequence.num_prompt_tokens:
                 self._note_prefilled(work.sequence)
             self._scheduler.advance(work)
             if work.sequence.is_standby and not work.sequence.num_uncomputed:
                 self._updates.add_computed(work.sequence)
-            if token is not None:
+            if token is not None and work.sequence.landing is not None:
+                self._scheduler.await_landing(work.sequence, token)
+            elif token is not None:
                 self._accept(work.sequence, token)
 
     def _accept(self, sequence: Sequence, token: SampledToken) -> None:
@@ -331,6 +350,8 @@ class EngineLoop:
         match event:
             case KVLanded(ticket) if ticket in self._prefixes:
                 self._finish_load(event)
+            case LayersLanding(ticket, layers):
+                self._scheduler.begin_landing(ticket, layers)
             case KVLanded():
                 self._handle_landed(event)
             case KVFailed(ticket, error):
@@ -345,6 +366,15 @@ class EngineLoop:
                 self._finish_send(self._scheduler.finish_send(ticket))
             case PrefixFound(order):
                 self._scheduler.find_stored(order, self._prefixes.find(event))
+            case KVExported() | ExportReleased() | ImportRevoked():
+                self._handle_shared(event)
+            case SendFailed(ticket, error):
+                self._handle_send_failed(ticket, error)
+            case _:
+                assert_never(event)
+
+    def _handle_shared(self, event: KVExported | ExportReleased | ImportRevoked) -> None:
+        match event:
             case KVExported(ticket, blocks):
                 self._held.resize(ticket, len(blocks), self._clock.now())
                 self._finish_send(self._scheduler.export(ticket, blocks))
@@ -353,8 +383,6 @@ class EngineLoop:
                 self._scheduler.shared_blocks.end_export(ticket)
             case ImportRevoked(ticket):
                 self._scheduler.shared_blocks.revoke(ticket)
-            case SendFailed(ticket, error):
-                self._handle_send_failed(ticket, error)
             case _:
                 assert_never(event)
 
@@ -371,6 +399,9 @@ class EngineLoop:
         sequence = self._scheduler.land(landed, num_to_compute)
         if sequence is None:
             return
+        if sequence.landing is not None:
+            self._finish_landing(sequence)
+            return
         if landed.imported:
             self._pages.open_peer_mappings()
         num_landed = count_landed(landed, sequence)
@@ -382,6 +413,15 @@ class EngineLoop:
         self._stamp(sequence, Stamp.KV_READY)
         if first_token is not None and num_landed == sequence.num_prompt_tokens:
             self._accept(sequence, first_token)
+
+    def _finish_landing(self, sequence: Sequence) -> None:
+        num_received = count_handed_over(sequence) - sequence.num_cached_tokens
+        sequence.request.trace.num_received_tokens = num_received
+        self._counts.received += num_received
+        token = self._scheduler.finish_landing(sequence)
+        self._stamp(sequence, Stamp.KV_READY)
+        if token is not None:
+            self._accept(sequence, token)
 
     def _check_first_token(self, landed: KVLanded) -> SampledToken | None:
         """What the prefill worker sampled, if it is a token of this model."""

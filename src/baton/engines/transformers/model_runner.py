@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from blake3 import blake3
 from baton.engines.interface import PrefillRequest, SamplingParams
 from baton.engines.transformers.attention import Span, Step
 from baton.engines.transformers.pages import KVPages, PagedCache
+from baton.engines.transformers.sequence import LayerLateError
 from baton.handoff.interface import HandoffPort, SampledToken, TokenLogprob
 from baton.telemetry.trace import Stamp
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.engines.transformers.scheduler import Work
     from baton.engines.transformers.shape import ModelShape
+
+
+MAX_LANDING_WAIT_S: Final = 1.0
+"""A step waits so long for layers that land, and with it the answers in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +113,19 @@ class PagedModel:
         self._model, self._windows, self._block_size = model, shape.windows, block_size
         self._cache = PagedCache(pages)
 
-    def run(self, spans: Sequence[Span], on_layer: Callable[[int], None]) -> torch.Tensor:
-        """Compute the spans' tokens, filling their pages.
+    def run(
+        self,
+        spans: Sequence[Span],
+        on_layer: Callable[[int], None],
+        before_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Compute the spans' tokens, filling their pages. For the callbacks see `PagedCache`.
 
         Returns:
             Logits `[spans that need them, vocabulary]`, in the spans' order.
         """
         step = Step(spans, self._block_size, self._model.device)
-        self._cache.begin_step(step, on_layer)
+        self._cache.begin_step(step, on_layer, before_layer)
         with torch.inference_mode():
             output = self._model(
                 input_ids=step.input_ids,
@@ -147,7 +157,11 @@ class ModelRunner:
     def compute(self, step: Sequence[Work]) -> list[SampledToken | None]:
         """For each work, the token that follows it; None where more of its prompt is to come.
 
-        Raises whatever the model raises; then some layers of the step may be in place.
+        Raises whatever the model raises; then some layers of the step may be in place. So they may
+        where a layer that lands is late.
+
+        Raises:
+            LayerLateError: of a work with `Sequence.landing` a layer has not landed in time.
         """
         prefills = [work for work in step if work.is_prefill]
         sends = [
@@ -163,9 +177,18 @@ class ModelRunner:
                 self._handoff.layer_ready(sends, layer)
 
         began = self._clock.now()
+        landing = [work.sequence.landing for work in step if work.sequence.landing is not None]
+
+        def before_layer(layer: int) -> None:
+            for layers in landing:
+                left_s = began + MAX_LANDING_WAIT_S - self._clock.now()
+                if not layers.wait(layer, max(0.0, left_s)):
+                    raise LayerLateError(f"layer {layer} has not landed")
+
         self._stamp(prefills, Stamp.PREFILL_STARTED)
         self._stamp([work for work in step if not work.is_prefill], Stamp.DECODE_SCHEDULED)
-        logits = self._model.run([_make_span(work) for work in step], on_layer)
+        spans = [_make_span(work) for work in step]
+        logits = self._model.run(spans, on_layer, before_layer if landing else None)
         tokens = iter(sample(logits, [self._make_draw(work) for work in step if work.samples]))
         sampled = [next(tokens) if work.samples else None for work in step]
         if prefills:

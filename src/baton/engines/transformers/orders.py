@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.handoff.interface import LoadOrder, LookupOrder, ReceiveOrder, SendOrder
+from baton.engines.transformers.sequence import is_computed_while_landing
+from baton.handoff.interface import (
+    LandingLayers,
+    LoadOrder,
+    LookupOrder,
+    ReceiveOrder,
+    SendOrder,
+)
 from baton.kv.copies import BlockTable
 from baton.kv.identity import compute_prompt_hash
 
@@ -51,8 +58,13 @@ def make_send_order(sequence: Sequence, ticket: Ticket, fingerprint: str) -> Sen
     )
 
 
-def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrder:
-    """Ask for what the prefix cache lacks of the tokens that are handed over."""
+def make_receive_order(
+    receive: PendingReceive, fingerprint: str, *, in_place: bool
+) -> ReceiveOrder:
+    """Ask for what the prefix cache lacks of the tokens that are handed over.
+
+    `in_place`: what lands can be read where it lands, layer by layer.
+    """
     sequence, size = receive.sequence, receive.sequence.block_size
     num_tokens = receive.ticket.count_handed_over(sequence.num_prompt_tokens)
     first = receive.start // size
@@ -68,6 +80,7 @@ def make_receive_order(receive: PendingReceive, fingerprint: str) -> ReceiveOrde
         deadline=sequence.request.deadline,
         trace=sequence.request.trace,
         prompt_ids=sequence.request.prompt_ids[:num_tokens],
+        layers=LandingLayers() if in_place and is_computed_while_landing(sequence) else None,
     )
 
 

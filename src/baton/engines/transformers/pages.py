@@ -42,6 +42,9 @@ class KVPages:
     each; of a latent plane, its two parts. Owned by the engine's thread.
     """
 
+    lands_in_place = True
+    """Whether what peers have written can be read without `load_blocks`."""
+
     def __init__(
         self,
         shape: ModelShape,
@@ -113,6 +116,8 @@ class DevicePages(KVPages):
     Pages of a layer are visible once the accelerator has written them: the model goes on meanwhile.
     """
 
+    lands_in_place = False  # a step cannot wait for single layers of an accelerator's
+
     def __init__(self, shape: ModelShape, layout: KVLayout, region: PagedRegion) -> None:
         super().__init__(shape, layout, region)
         self._device = self._in_region[0].device
@@ -145,6 +150,8 @@ class MirroredPages(KVPages):
 
     Pages cross beside the model's computing: it never waits for a page on its way to the host.
     """
+
+    lands_in_place = False
 
     def __init__(
         self, shape: ModelShape, layout: KVLayout, region: PagedRegion, device: torch.device
@@ -254,13 +261,22 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         self._pages = pages
         self._step: Step | None = None
         self._on_layer: Callable[[int], None] = lambda _: None
+        self._before_layer: Callable[[int], None] | None = None
         self._gathered = tuple(_Workspace() for _ in range(2))
 
-    def begin_step(self, step: Step, on_layer: Callable[[int], None]) -> None:
-        """Take `step`'s arrays for the forward pass that follows."""
+    def begin_step(
+        self,
+        step: Step,
+        on_layer: Callable[[int], None],
+        before_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        """Take `step`'s arrays for the forward pass that follows.
+
+        `before_layer(layer)` returns once what is attended to in that layer is in the pages.
+        """
         for _ in self._pages.wait_published():
             continue  # of a pass that failed
-        self._step, self._on_layer = step, on_layer
+        self._step, self._on_layer, self._before_layer = step, on_layer, before_layer
 
     def finish_step(self) -> None:
         """End the pass: report layers whose KV was not in the pages yet."""
@@ -287,6 +303,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped for us
         step = self._step
         if step is None:
             raise RuntimeError("update() before begin_step()")
+        if self._before_layer is not None:
+            self._before_layer(layer_idx)
         gathered = []
         planes = self._pages.planes[layer_idx]
         for plane, new, workspace in zip(

@@ -72,6 +72,11 @@ class PinnedBlocks:
             return None
         return incoming.sequence, incoming.blocks.settle().accept()
 
+    def find_incoming(self, ticket: TicketId) -> tuple[Sequence, tuple[int, ...]] | None:
+        """The sequence that waits for KV, and the blocks it is to land in."""
+        incoming = self._incoming.get(ticket)
+        return None if incoming is None else (incoming.sequence, incoming.blocks.blocks)
+
     def quarantine(self, ticket: TicketId) -> Sequence | None:
         """Stop waiting: the blocks stay untouched until they are quiescent."""
         incoming = self._incoming.pop(ticket, None)

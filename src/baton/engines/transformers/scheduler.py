@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, SharedBlocks
@@ -12,6 +12,7 @@ from baton.engines.transformers.queued_prefixes import QueuedPrefixes, waits_for
 from baton.engines.transformers.sequence import (
     PrefixState,
     Status,
+    count_handed_over,
     count_landed,
     is_pulled,
     is_pushed_prefix,
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.engines.transformers.queued_prefixes import PendingLoad, PendingLookup, WorthAsking
     from baton.engines.transformers.sequence import PublishedRun, Sequence
-    from baton.handoff.interface import KVLanded
+    from baton.handoff.interface import KVLanded, LandingLayers, SampledToken
     from baton.ids import TicketId
     from baton.kv.pool import BlockPool
 
 Allocated = TypeVar("Allocated")
+
+
+SHARED_STEP_TOKENS: Final = 8192
+"""Of a prompt that is shared with another worker one step computes as many, where it is alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,9 @@ class PendingReceive:
 class Plan:
     """One step, and the orders for the handoff before it.
 
+    Of works with `Sequence.landing` KV is waited for, layer by layer: no handoff sends what is
+    computed beside them, which may have to be computed again.
+
     `copies` of whole blocks, `(from, to)`, come first of all. What is `offered_from_cache` is
     computed. `held` could be computed, but wait for the store's answer. `lacks_exported_blocks`:
     a request waits for room, and some blocks are exported.
@@ -107,6 +115,11 @@ class Plan:
     def num_tokens(self) -> int:
         """Tokens of the step."""
         return sum(work.num_tokens for work in self.work)
+
+    @property
+    def has_landing(self) -> bool:
+        """Whether it computes on KV that has not landed yet."""
+        return any(work.sequence.landing is not None for work in self.work)
 
 
 class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequence
@@ -175,11 +188,8 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         for sequence in unoffered:
             if sequence.status is Status.RUNNING:
                 self._offer(sequence, plan)
-        by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
-        for sequence in by_age:
-            num_tokens = min(
-                self.limits.max_batch_tokens - plan.num_tokens, sequence.num_uncomputed
-            )
+        for sequence in self._list_running():
+            num_tokens = min(self._find_budget(sequence, plan), sequence.num_uncomputed)
             if num_tokens > 0 and sequence.status is Status.RUNNING:
                 self._continue(sequence, num_tokens, plan)
         for sequence in self._new_prefixes:
@@ -191,7 +201,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             fewest = min(worth.held_tokens, worth.unheld_tokens)
             self._look_up(fewest, worth, plan)
         self._has_room = True
-        for sequence in tuple(self._waiting):
+        for sequence in () if plan.has_landing else tuple(self._waiting):
             if sequence.prefix_state is PrefixState.AWAITED and self._may_start(plan):
                 plan.held.append(sequence)
             elif not (waits_for_store(sequence) or self._admit(sequence, plan)):
@@ -201,6 +211,24 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         plan.loads.extend(self._stored.start_loads(self._waiting, len(self._running)))
         lacks_exported = not self._has_room and self.shared_blocks.num_exported_blocks > 0
         return replace(plan, lacks_exported_blocks=lacks_exported)
+
+    def _list_running(self) -> list[Sequence]:
+        """Those that this step may work on, in the order of their turns."""
+        by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
+        if any(isinstance(sequence.kind, PrefillRequest) for sequence in by_age):
+            return [sequence for sequence in by_age if sequence.landing is None]
+        return by_age
+
+    def _find_budget(self, sequence: Sequence, plan: Plan) -> int:
+        """Tokens that a step may still compute of a sequence.
+
+        A part of a prompt that two workers share is one step where nothing waits for that: the
+        second worker follows the first, layer by layer, in the step in which that ends.
+        """
+        is_shared = sequence.landing is not None or is_pushed_prefix(sequence)
+        if is_shared and not plan.work and all(each is sequence for each in self._running):
+            return max(SHARED_STEP_TOKENS, self.limits.max_batch_tokens)
+        return self.limits.max_batch_tokens - plan.num_tokens
 
     def advance(self, work: Work) -> None:
         """The KV of this work is in its pages; blocks that became full can be found from now on."""
@@ -220,6 +248,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
                 pass
         if sequence.load_id is not None:
             self._stored.end(sequence.load_id)
+        sequence.stop_landing()
         sequence.status = Status.ENDED
         match sequence.kind:
             case PrefillRequest(ticket) if self.pinned_blocks.holds(ticket.id):
@@ -235,6 +264,32 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._running.remove(sequence)
         sequence.status = Status.OFFERED
 
+    def begin_landing(self, ticket: TicketId, layers: LandingLayers) -> None:
+        """The first layer of a decode request's KV is in place: what is not received is computed.
+
+        From the next step on, while the other layers land.
+        """
+        found = self.pinned_blocks.find_incoming(ticket)
+        if found is None:
+            return
+        sequence, blocks = found
+        num_tokens = sequence.num_prompt_tokens
+        sequence.begin_landing(
+            layers, blocks, count_handed_over(sequence), self._find_dead(num_tokens)
+        )
+        self._run(sequence)
+
+    def await_landing(self, sequence: Sequence, token: SampledToken | None = None) -> None:
+        """It waits for the rest of its KV: with the token that came of it, or to be computed."""
+        self._running.remove(sequence)
+        sequence.status, sequence.early_token = Status.AWAITING_KV, token
+        if token is None:
+            sequence.stop_landing()
+
+    def _find_dead(self, num_tokens: int) -> int:
+        """How many first tokens of a prompt are in no layer's window."""
+        return max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
+
     def land(self, landed: KVLanded, num_to_compute: int) -> Sequence | None:
         """KV of a decode request is in place: it runs. None where it has ended since.
 
@@ -249,10 +304,14 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
                 self.shared_blocks.reject_import(ticket)
             return None
         sequence, blocks = granted
+        if sequence.landing is not None:
+            if sequence.status is not Status.RUNNING:
+                self._run(sequence)
+            return sequence
         self.pool.release(blocks[: len(imported)])
         blocks = [*imported, *blocks[len(imported) :]]
         num_tokens = sequence.num_prompt_tokens
-        dead = max(needed_tokens(layer, num_tokens)[0] for layer in self._layers)
+        dead = self._find_dead(num_tokens)
         num_landed = count_landed(landed, sequence)
         num_to_compute = max(num_to_compute, num_tokens - num_landed)
         sequence.receive(blocks, num_to_compute, complete_from=dead, num_imported=len(imported))
@@ -261,6 +320,12 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         self._publish(sequence)
         self._run(sequence)
         return sequence
+
+    def finish_landing(self, sequence: Sequence) -> SampledToken | None:
+        """Its KV has landed after its first layer had: the token that was computed meanwhile."""
+        token = sequence.finish_landing()
+        self._publish(sequence)
+        return token
 
     def find_stored(self, order: TicketId, num_tokens: int | None) -> None:
         """The store has answered: it has tokens before `num_tokens`; None: nothing of use.
@@ -309,6 +374,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         """A decode request gets no KV: it is computed here, next. None where it has ended since."""
         sequence = self.pinned_blocks.quarantine(ticket)
         if sequence is not None:
+            if sequence.status is Status.RUNNING:
+                self._running.remove(sequence)
+            sequence.stop_landing()
             sequence.kind = Colocated()
             self._requeue(sequence)
         return sequence
@@ -355,8 +423,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         plan.work.append(Work(sequence, num_tokens))
 
     def _preempt_youngest(self, plan: Plan) -> None:
-        # A prefill request's blocks are offered to a peer: they may not be taken away.
-        preemptable = (s for s in self._running if not isinstance(s.kind, PrefillRequest))
+        # A prefill request's blocks are offered to a peer: they may not be taken away. Nor may
+        # those in which KV lands.
+        preemptable = (s for s in self._running if isinstance(s.kind, Colocated))
         victim = max(preemptable, key=lambda s: s.arrival)
         self._running.remove(victim)
         # It may be in this step already: one that decodes goes before an older standby request
@@ -392,7 +461,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         if load is not None:
             plan.loads.append(load)
             return True
-        budget = self.limits.max_batch_tokens - plan.num_tokens
+        budget = self._find_budget(sequence, plan)
         if budget <= 0 or not self._start(sequence):
             return False
         plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
@@ -415,7 +484,9 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
     @property
     def _num_active(self) -> int:
         """Sequences that run, or will once their KV has landed."""
-        return len(self._running) + self.pinned_blocks.num_incoming - self._stored.num_loads
+        num_landing = sum(sequence.landing is not None for sequence in self._running)
+        num_incoming = self.pinned_blocks.num_incoming - self._stored.num_loads
+        return len(self._running) + num_incoming - num_landing
 
     def _may_start(self, plan: Plan) -> bool:
         """Whether this step can take in another prompt, if there are blocks for it."""

@@ -16,6 +16,7 @@ from baton.engines.interface import (
     PrefillRequest,
     RequestKind,
 )
+from baton.errors import BatonError
 from baton.kv.copies import count_blocks
 from baton.kv.identity import BlockHash, HashDomain, compute_block_hashes
 
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
     from baton.auth.ticket import Ticket
     from baton.clock import Instant
     from baton.engines.interface import EngineInfo, GenerationRequest
-    from baton.handoff.interface import KVLanded, SampledToken
+    from baton.handoff.interface import KVLanded, LandingLayers, SampledToken
     from baton.ids import RequestId, TicketId
+
+
+class LayerLateError(BatonError):
+    """A step waited for a layer that has not landed: its requests compute again, or wait."""
 
 
 class Status(Enum):
@@ -37,6 +42,9 @@ class Status(Enum):
     waiting ──► running ──► ended          and back to waiting when preempted
        │           └──────► offered ──► ended    a prefill request until its KV is sent
        └──► awaiting_kv ──► running              a decode request until its KV has landed
+                │ ▲
+                ▼ │
+              running                            while it lands: see `Sequence.landing`
     """
 
     WAITING = "waiting"
@@ -86,6 +94,9 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
     tokens sampled here. `load_id` names the orders by which its beginning was asked of the store,
     which is done once; `num_stored_tokens` is what was found there. While `is_standby` no token is
     sampled: they are appended (`extend`).
+    With `landing` the KV of a prompt's first tokens still arrives in `blocks`, and those after them
+    are computed, each layer once its KV is there. What comes of it, `early_token` too, counts once
+    all has landed.
     """
 
     def __init__(
@@ -107,6 +118,9 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         self.prefix_state = PrefixState.UNASKED
         self.num_stored_tokens = 0
         self.is_standby = request.is_standby
+        self.landing: LandingLayers | None = None
+        self.early_token: SampledToken | None = None
+        self._num_landing_at = 0
         self._domain = domain
         self._num_published = self._num_own_tokens = 0
         self._hashes: list[BlockHash] = []
@@ -166,7 +180,7 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         None from the first imported one on: it may leave before the others do, and what follows it
         cannot be found without it.
         """
-        if self.imported:
+        if self.imported or self.landing is not None:
             return None
         hashes, size = self.hashes(self.num_computed), self.block_size
         first = max(self._num_published, -(-self.complete_from // size))
@@ -220,6 +234,28 @@ class Sequence:  # noqa: PLR0904 - one for each thing that happens to it
         )
         self.complete_from = complete_from
         self.kind = Colocated()
+
+    def begin_landing(
+        self, layers: LandingLayers, blocks: Many[int], num_landing: int, complete_from: int
+    ) -> None:
+        """Tokens before `num_landing` arrive in `blocks`; those after them can be computed."""
+        self.landing, self._num_landing_at = layers, len(self.blocks)
+        self.blocks += blocks
+        self.num_computed, self.complete_from = num_landing, complete_from
+
+    def stop_landing(self) -> None:
+        """Forget what was computed on KV that has not landed, and the blocks it was to land in."""
+        if self.landing is None:
+            return
+        self.landing = self.early_token = None
+        del self.blocks[self._num_landing_at :]
+        self.num_computed, self.complete_from = self._num_landing_at * self.block_size, 0
+
+    def finish_landing(self) -> SampledToken | None:
+        """All has landed: what was computed counts. The token that came of it, if there is one."""
+        token, self.early_token, self.landing = self.early_token, None, None
+        self.kind = Colocated()
+        return token
 
     def make_loaded_run(self, blocks: list[int], start: int, stop: int) -> PublishedRun | None:
         """Full blocks of the prompt that came from the store, tokens `[start, stop)` in `blocks`.
@@ -296,8 +332,21 @@ def count_landed(landed: KVLanded, sequence: Sequence) -> int:
     """How many of the prompt's first tokens are in place, cached ones included."""
     if landed.num_tokens is not None:
         return landed.num_tokens
+    return count_handed_over(sequence)
+
+
+def count_handed_over(sequence: Sequence) -> int:
+    """How many of the prompt's first tokens its ticket promises."""
     num_prompt_tokens, ticket = sequence.num_prompt_tokens, sequence.ticket
     return num_prompt_tokens if ticket is None else ticket.count_handed_over(num_prompt_tokens)
+
+
+def is_computed_while_landing(sequence: Sequence) -> bool:
+    """Whether tokens after those that are handed over can be computed meanwhile."""
+    num_landing = count_handed_over(sequence)
+    # What lands and what is computed share no block; a single token is computed with all answers'.
+    is_apart = num_landing % sequence.block_size == 0
+    return is_apart and sequence.num_prompt_tokens - num_landing > 1 and not sequence.is_standby
 
 
 class SequenceTable:

@@ -42,6 +42,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    LayersLanding,
     PrefixFound,
     SendFailed,
 )
@@ -424,8 +425,8 @@ class RankHandoffs:  # noqa: PLR0904 - one for each of vLLM's hooks
                 self._sends.settle(ticket, None)
             case SendFailed(ticket, error):
                 self._sends.settle(ticket, error)
-            case KVExported() | ExportReleased() | ImportRevoked():
-                raise AssertionError("vLLM's KV views have no peer mappings: nothing is shared")
+            case KVExported() | ExportReleased() | ImportRevoked() | LayersLanding():
+                raise AssertionError("vLLM shares no blocks, and asks for no layers one by one")
             case _:
                 assert_never(event)
 

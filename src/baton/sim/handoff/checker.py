@@ -17,6 +17,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    LayersLanding,
     LoadOrder,
     PrefixFound,
     ReceiveOrder,
@@ -360,7 +361,7 @@ class Checker:
 
     def on_event(self, process: SimProcess, event: HandoffEvent) -> None:
         """I2: an agent reports that pages are ready, or free: nothing may land in them any more."""
-        if not isinstance(event, BlocksQuiescent):
+        if not isinstance(event, BlocksQuiescent | LayersLanding):
             self.deadlines.end(process, event.ticket)
             self._note_landing(event.ticket)
         self.leases.on_event(process, event)
@@ -388,6 +389,8 @@ class Checker:
                     self._check_loaded(process, self._loads[key], event)
                 elif fate == "expected":
                     self._accepted(process, self._orders[key], event)
+            case LayersLanding():
+                self._transition(key, {"expected", "aborted"}, fate, name)
             case KVFailed():
                 self._transition(key, {"expected", "aborted"}, "failed", name)
                 self.failures.append((process.name, event))

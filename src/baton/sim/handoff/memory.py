@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.engines.interface import PrefillRequest
+from baton.engines.transformers.sequence import LayerLateError
 from baton.handoff.interface import HandoffPort, SampledToken, StreamPosition
 from baton.ids import RegionHandle, RequestId
 from baton.kv.layout import KVLayout
@@ -255,6 +256,9 @@ class SimComputer:
         """Attend to what is there, write the KV of this step, layer by layer."""
         process = self._process
         for work in step:
+            landing = work.sequence.landing
+            if landing is not None and landing.num < NUM_LAYERS:
+                raise LayerLateError("no thread waits here")
             chain = self._chain(work)
             process.checker.on_attend(process, work.sequence, chain, work.sequence.num_computed)
         sends = [
@@ -295,6 +299,8 @@ class SimComputer:
 
 class SamePages:
     """The engine's pages are the region's: nothing is to be taken over."""
+
+    lands_in_place = True
 
     def __init__(self, process: SimProcess) -> None:
         self._process = process
