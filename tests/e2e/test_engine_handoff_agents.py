@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import pytest
 
@@ -24,6 +24,7 @@ from baton.engines.interface import (
     RequestFailed,
     SamplingParams,
 )
+from baton.engines.transformers import model_runner
 from baton.engines.transformers.engine import TransformersEngine
 from baton.engines.transformers.options import TransformersOptions
 from baton.handoff.agent import HandoffAgent
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
     from baton.engines.interface import EngineUpdate, RequestKind
     from baton.engines.transformers.loading import LoadedModel
+    from baton.engines.transformers.sequence import Sequence as EngineSequence
     from baton.handoff.dispatcher import HandoffDispatcher
-    from baton.handoff.interface import SampledToken
+    from baton.handoff.interface import LandingLayers, SampledToken
     from baton.handoff.messages import TransferOp
     from baton.ids import TicketId
     from baton.transfer.devices.extents import AllocateRegion
@@ -85,6 +87,63 @@ class WithoutFirstToken:
         self._agent.prefill_done(ticket, None)
 
 
+class Gate:
+    """Lets a prefill engine go on from `place` once it is open; its peer sees nothing until then.
+
+    `place`: the layer that its step has computed last, or "end": of the whole prompt.
+    """
+
+    def __init__(self, place: int | Literal["end"]) -> None:
+        self._place, self._opened = place, threading.Event()
+        self.arrived = threading.Event()
+
+    def pass_from(self, place: int | Literal["end"]) -> None:
+        if place == self._place:
+            self.arrived.set()
+            assert self._opened.wait(WAIT_TIMEOUT_S)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def close(self) -> None:
+        self._opened.clear()
+
+
+class BothGates(Gate):
+    """One after the other."""
+
+    def __init__(self, *gates: Gate) -> None:
+        self._gates = gates
+
+    def pass_from(self, place: int | Literal["end"]) -> None:
+        for gate in self._gates:
+            gate.pass_from(place)
+
+    def open(self) -> None:
+        for gate in self._gates:
+            gate.open()
+
+
+class GatedSteps:
+    """An agent to an engine whose steps stop at a gate, behind what they have reported."""
+
+    def __init__(self, agent: HandoffAgent, gate: Gate) -> None:
+        self._agent, self._gate = agent, gate
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._agent, name)
+
+    def layer_ready(
+        self, tickets: Sequence[tuple[TicketId, int]], layer: int, after: object = None
+    ) -> None:
+        self._agent.layer_ready(tickets, layer, after)
+        self._gate.pass_from(layer)
+
+    def prefill_done(self, ticket: TicketId, first_token: SampledToken | None) -> None:
+        self._gate.pass_from("end")
+        self._agent.prefill_done(ticket, first_token)
+
+
 @dataclass
 class Node:
     """One worker without HTTP."""
@@ -96,6 +155,7 @@ class Node:
     tenant_salt: str = ""
     prompts: dict[str, NDArray[np.int32]] = field(default_factory=lambda: PROMPTS)
     sampling: dict[str, SamplingParams] = field(default_factory=lambda: SAMPLING)
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         self.updates: list[EngineUpdate] = []
@@ -104,6 +164,8 @@ class Node:
         self.agent.start(self.engine.wake)
         self.ref = replace_address(self.ref, self.agent.address)
         port = self.agent if self.hands_over_first_token else WithoutFirstToken(self.agent)
+        if self.gate is not None:
+            port = GatedSteps(self.agent, self.gate)
         self.engine.start(self.sink, port)
 
     def sink(self, updates: Sequence[EngineUpdate]) -> None:
@@ -172,6 +234,7 @@ def node(
     make: TransportMaker = make_transport,
     allocate: AllocateRegion = allocate_shared_region,
     layer_batch_bytes: int = 0,
+    gate: Gate | None = None,
     **options: int,
 ) -> Iterator[Node]:
     engine = TransformersEngine(
@@ -198,10 +261,12 @@ def node(
         )
     )
     ref = WorkerRef(WorkerId(name), epoch, "")
-    running = Node(engine, agent, ref, hands_over_first_token)
+    running = Node(engine, agent, ref, hands_over_first_token, gate=gate)
     try:
         yield running
     finally:
+        if gate is not None:
+            gate.open()
         agent.stop()
         engine.stop(WAIT_TIMEOUT_S)
 
@@ -335,3 +400,170 @@ def test_answers_survive_the_loss_of_the_prefill_worker(expected: dict[str, list
                 prefill.submit(name, PrefillRequest(ticket))
         decode.wait_for_ends()
         assert decode.answers() == expected
+
+
+SPLIT_PROMPTS = {
+    f"s{i}": make_prompt(num_tokens, seed=50 + i)
+    for i, num_tokens in enumerate((200, 33, 104, 150, 73, 42))
+}
+"""No two begin alike: nothing of them is cached."""
+SPLIT_SAMPLING = {
+    name: SamplingParams(max_tokens=8, temperature=0.9 * (i % 2), seed=i)
+    for i, name in enumerate(SPLIT_PROMPTS)
+}
+
+
+@pytest.fixture(scope="module", name="expected_of_split")
+def expected_of_split_fixture() -> dict[str, list[int]]:
+    with node("alone", "tcp", Credentials.generate(), block_size=8) as alone:
+        alone.prompts, alone.sampling = SPLIT_PROMPTS, SPLIT_SAMPLING
+        for name in SPLIT_PROMPTS:
+            alone.submit(name, Colocated())
+        alone.wait_for_ends()
+        return alone.answers()
+
+
+@dataclass
+class LandingLog:
+    """What a decode engine has computed before all KV was there; its scheduler is watched.
+
+    `begun` opens the gate of its peer: that has one layer to compute, or more. So none is late,
+    and all that can be computed meanwhile is.
+    """
+
+    gate: Gate
+    num_begun: int = 0
+    num_early_tokens: int = 0
+    num_late: int = 0
+    has_early_token: threading.Event = field(default_factory=threading.Event)
+    has_begun: threading.Event = field(default_factory=threading.Event)
+    opens_gate: bool = True
+
+    def watch(self, node: Node) -> None:
+        scheduler = node.engine._scheduler
+        begin, wait = scheduler.begin_landing, scheduler.await_landing
+
+        def begin_landing(ticket: TicketId, layers: LandingLayers) -> None:
+            assert layers.num == 1, "the second one is behind the gate"
+            begin(ticket, layers)
+            self.num_begun += 1
+            self.has_begun.set()
+            if self.opens_gate:
+                self.gate.open()
+
+        def await_landing(sequence: EngineSequence, token: SampledToken | None = None) -> None:
+            wait(sequence, token)
+            if token is None:
+                self.num_late += 1
+            else:
+                self.num_early_tokens += 1
+                self.has_early_token.set()
+
+        scheduler.begin_landing, scheduler.await_landing = begin_landing, await_landing
+
+
+def submit_split(prefill: Node, decode: Node, name: str) -> int:
+    """Prefill computes the first half, in whole blocks; how many tokens."""
+    num_handed = len(SPLIT_PROMPTS[name]) // 16 * 8
+    ticket = make_ticket(prefill, decode, num_prefix_tokens=num_handed)
+    decode.submit(name, DecodeRequest(ticket))
+    until(lambda: Stamp.GRANTED in decode.traces[name].stamps)
+    prefill.submit(name, PrefillRequest(ticket))
+    return num_handed
+
+
+@pytest.mark.parametrize(
+    ("kind", "op"), [("shared", "WRITE"), ("shared", "READ"), ("tcp", "WRITE")]
+)
+def test_a_prompt_is_computed_by_two_engines_at_the_same_time(
+    kind: str,
+    op: TransferOp,
+    expected_of_split: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second layer is not computed before the other engine has begun with the first."""
+    monkeypatch.setattr(model_runner, "MAX_LANDING_WAIT_S", WAIT_TIMEOUT_S)
+    key, gate = Credentials.generate(), Gate(0)
+    log = LandingLog(gate)
+    with (
+        node("p", kind, key, block_size=8, max_batch_tokens=16, gate=gate) as prefill,
+        node("d", kind, key, op=op, block_size=8, max_batch_tokens=16) as decode,
+    ):
+        log.watch(decode)
+        for each in (prefill, decode):
+            each.prompts, each.sampling = SPLIT_PROMPTS, SPLIT_SAMPLING
+        for num_before, name in enumerate(SPLIT_PROMPTS):
+            gate.close()
+            num_handed = submit_split(prefill, decode, name)
+            decode.wait_for_ends()
+            prefill.wait_for_ends()
+            assert (log.num_begun, log.num_early_tokens) == (num_before + 1, num_before + 1)
+            trace = decode.traces[name]
+            assert (trace.num_received_tokens, trace.fallbacks) == (num_handed, [])
+            assert trace.stamps[Stamp.PREFILL_STARTED] < trace.stamps[Stamp.KV_READY]
+        assert decode.answers() == expected_of_split
+        assert log.num_late == 0
+        until(lambda: decode.engine.stats().num_free_blocks == 100)
+        until(lambda: prefill.engine.stats().num_free_blocks == 100)
+
+
+@pytest.mark.parametrize("kind", ["shared", "tcp"])
+def test_many_prompts_at_once_are_each_computed_by_two_engines(
+    kind: str, expected_of_split: dict[str, list[int]]
+) -> None:
+    """Beside one another's answers: some at the same time, others one after the other."""
+    key = Credentials.generate()
+    with (
+        node("p", kind, key, block_size=8, max_batch_tokens=40) as prefill,
+        node("d", kind, key, block_size=8, max_batch_tokens=40) as decode,
+    ):
+        for each in (prefill, decode):
+            each.prompts, each.sampling = SPLIT_PROMPTS, SPLIT_SAMPLING
+        for name, prompt in SPLIT_PROMPTS.items():
+            ticket = make_ticket(prefill, decode, num_prefix_tokens=len(prompt) // 16 * 8)
+            decode.submit(name, DecodeRequest(ticket))
+            prefill.submit(name, PrefillRequest(ticket))
+        decode.wait_for_ends()
+        prefill.wait_for_ends()
+        assert decode.answers() == expected_of_split
+        assert [trace.fallbacks for trace in decode.traces.values()] == [[]] * len(SPLIT_PROMPTS)
+        until(lambda: decode.engine.stats().num_free_blocks == 100)
+
+
+@pytest.mark.parametrize("place", [0, "end"])
+@pytest.mark.parametrize(
+    ("kind", "op"), [("shared", "WRITE"), ("shared", "READ"), ("tcp", "WRITE")]
+)
+def test_the_prefill_worker_is_lost_while_its_layers_land(
+    place: int | Literal["end"],
+    kind: str,
+    op: TransferOp,
+    expected_of_split: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After its first layer, or after all of them: then a token is there that does not count."""
+    monkeypatch.setattr(model_runner, "MAX_LANDING_WAIT_S", WAIT_TIMEOUT_S)
+    key, first, name = Credentials.generate(), Gate(0), "s0"
+    gate = first if place == 0 else BothGates(first, Gate("end"))
+    log = LandingLog(first, opens_gate=place == "end")
+    with node("d", kind, key, op=op, block_size=8) as decode:
+        log.watch(decode)
+        with node("p", kind, key, block_size=8, gate=gate) as prefill:
+            for each in (prefill, decode):
+                each.prompts, each.sampling = SPLIT_PROMPTS, SPLIT_SAMPLING
+            submit_split(prefill, decode, name)
+            lost_after = log.has_begun if place == 0 else log.has_early_token
+            assert lost_after.wait(WAIT_TIMEOUT_S)
+            assert decode.updates == []
+            prefill.agent.stop()
+            decode.wait_for_ends()
+            assert (log.num_begun, log.num_late) == (1, 1 if place == 0 else 0)
+        assert decode.answers() == {name: expected_of_split[name]}
+        (fallback,) = decode.traces[name].fallbacks
+        assert fallback.startswith("computed locally")
+        stats = decode.engine.stats()
+        assert (stats.computed_prompt_tokens, stats.received_prompt_tokens) == (200, 0)
+        if (kind, op) == ("shared", "WRITE"):  # the writer's process, this one, has not ended
+            assert stats.num_free_blocks + stats.num_quarantined_blocks == 100
+        else:
+            until(lambda: decode.engine.stats().num_free_blocks == 100)

@@ -118,6 +118,52 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def ask_whole(fleet: Fleet, worker: FleetProcess, messages: list[dict]) -> list[dict]:
+    """What one worker alone answers, with nothing cached."""
+    alone = fleet.start_gateway([], [], both=[worker], settings=TLS)
+    return chat(alone, messages, cache_salt="alone")[0]["choices"]
+
+
+def test_two_idle_workers_share_a_long_prompt(fleet, workers):
+    both = [workers["one"], workers["two"]]
+    gateway = fleet.start_gateway([], [], both=both, settings={**TLS, "router.policy": "cost"})
+    for number in range(5):  # on a busy machine the second one may begin when all has landed
+        messages = [{"role": "user", "content": f"shared by two, {number}. {TEXT * 6}"}]
+        answer, trace = chat_traced(gateway, messages)
+        assert metric(gateway, "baton_gateway_split_prompts_total") == number + 1
+        num_first = num_prompt(trace, "prefill")
+        assert 0 < num_first < num_prompt(trace, "decode")
+        assert trace["decode"]["num_received_tokens"] == num_first
+        assert trace["decode"]["fallbacks"] == []
+        first, second = trace["prefill"]["stamps"], trace["decode"]["stamps"]
+        if second["prefill_started"] < first["prefill_done"]:
+            break
+    else:
+        raise AssertionError("the second worker never computed while the first did")
+    assert answer["choices"] == ask_whole(fleet, workers["one"], messages)
+    off = {**TLS, "router.policy": "cost", "router.options.cost.split_prompts": False}
+    gateway = fleet.start_gateway([], [], both=both, settings=off)
+    chat(gateway, [{"role": "user", "content": f"not shared. {TEXT * 6}"}])
+    assert metric(gateway, "baton_gateway_split_prompts_total") == 0
+
+
+def test_a_shared_prompt_whose_first_worker_dies_is_computed_by_the_second(fleet, workers):
+    settings = {**ENGINE, **TLS, "worker.model": str(DEMO_MODEL_PATH)}
+    settings["worker.served_model_name"] = "demo"
+    dies = fleet.start_worker("dies", "prefill", settings)
+    dies.wait_ready()
+    settings = {**TLS, "router.policy": "cost"}
+    gateway = fleet.start_gateway([dies], [], both=[workers["one"]], settings=settings)
+    messages = [{"role": "user", "content": f"its first worker dies. {TEXT * 22}"}]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(chat_traced, gateway, messages)
+        until(lambda: metric(gateway, "baton_gateway_split_prompts_total") == 1)
+        dies.kill()
+        answer, trace = asked.result()
+    assert any("computed locally" in line for line in trace["decode"]["fallbacks"])
+    assert answer["choices"] == ask_whole(fleet, workers["one"], messages)
+
+
 @pytest.mark.parametrize("policy", ["prefix", pytest.param("cost", marks=pytest.mark.every)])
 def test_turns_of_conversations_go_where_their_kv_is(fleet, workers, policy):
     both = [workers["one"], workers["two"]]

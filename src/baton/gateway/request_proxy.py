@@ -262,6 +262,7 @@ class RequestProxy:
             ttft_s=services.admission.ttft_left_s(context),
             tpot_s=services.admission.tpot_s(context),
             itl_s=services.admission.itl_s(context),
+            is_tokenized=self._match is not None,
         )
         held = self._place_beside(fleet) if failed is None else None
         placement = held or services.placement.place(fleet, request, services.load)

@@ -77,6 +77,7 @@ class RouteExplainer:
             ttft_s=named.ttft_s or usual.ttft_s,
             tpot_s=named.tpot_s or usual.tpot_s,
             itl_s=named.itl_s or usual.itl_s,
+            is_tokenized=match is not None,
         )
         found = explain(services.placement, fleet, request, services.load)
         placed = None if isinstance(found.placement, Unplaceable) else found.placement

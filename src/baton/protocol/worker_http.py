@@ -180,6 +180,12 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"control_urls must have {num_controls} entries")
 
 
+SHARED_UNIT: Final = 64
+"""Tokens: of a prompt that two workers share, the first one's part is a multiple of it."""
+MAX_SHARED_TOKENS: Final = 4096
+"""A worker with `num_landing_layers` and no answers computes such a part in one step."""
+
+
 class StoreLoads(msgspec.Struct, frozen=True):
     """KV that a worker has loaded from the store since its start.
 

@@ -253,7 +253,8 @@ class CostPolicy:
             ]
             ways += self._rank_pairs(parts, request, load)
             ways += self._rank_prefixes(parts, inf, request, load)
-            ways += self._find_splits(parts, ways[: len(costs)], request, load)
+            alone = sorted(ways[: len(costs)], key=attrgetter("cost"))
+            ways += self._find_splits(parts, alone[:MOST_OF_EACH], request, load)
             ways.sort(key=attrgetter("cost"))
             candidates += [way.explain(self._why_not(way, request)) for way in ways]
             candidates += _explain_unpaired(usable)
@@ -286,6 +287,8 @@ class CostPolicy:
         placement = hand_over(prefill, way.decode, request, "push")
         if placement.prefill is None:
             return placement
+        if way.num_split_tokens and placement.handoff != "push":
+            return replace(placement, prefill=None)  # one would wait for the other
         return replace(
             placement,
             num_prefix_tokens=way.num_prefix_tokens,
@@ -464,7 +467,7 @@ class CostPolicy:
         options, usable = self._options, parts.usable
         if not options.split_prompts or self._mode not in LOADING_MODES or usable.has_trial:
             return []
-        if request.num_prompt_tokens < LEAST_SPLIT:
+        if request.num_prompt_tokens < LEAST_SPLIT or not request.is_tokenized:
             return []
         found: list[Candidate] = []
         for best in alone:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import exp, log
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -56,6 +57,10 @@ _STEP_GUESS: Final = (0.01, 2e-4)
 _LOAD_GUESS: Final = (0.005, 2e-5)
 FOUND_FORGETTING: Final = 0.99
 """About the last 100 prompts count in `ModelCosts.found_share`."""
+SPLITS_REMEMBERED_S: Final = 300.0
+SPLIT_SHARE: Final = 0.3
+"""What the newest one counts in `SplitTimes`."""
+MOST_SLOWNESS: Final = 10.0
 TYPICAL_ANSWER_TOKENS: Final = 128
 """Of an answer, before any was seen."""
 ANSWER_SHARE: Final = 0.02
@@ -113,12 +118,16 @@ class AnsweredRequest(Record, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class SharedPrompt:
-    """Tokens of a prompt that another worker computes first, at the same time (`Placement`)."""
+    """Tokens of a prompt that another worker computes first, at the same time (`Placement`).
+
+    The answer should begin `takes_s` after both can begin.
+    """
 
     worker: WorkerActivity
     num_tokens: int
     num_cached: int
     expected: tuple[float, float]
+    takes_s: float
     is_over: bool = False
 
     def done(self, began_at: float, done_at: float) -> None:
@@ -201,6 +210,9 @@ class RunningRequest:
         else:
             self._leave_queue(now)
             self._learn_handoff()
+            if self.shared is not None:
+                took_s = now - self.began_at - self.predicted.queue_s
+                self.costs.splits.observe(took_s / self.shared.takes_s, now)
         self._seconds = self.decode.count_streams(+1, now)
 
     def end(
@@ -286,6 +298,25 @@ class RunningRequest:
         )
 
 
+@dataclass(slots=True, eq=False)
+class SplitTimes:
+    """How much longer than predicted prompts take that two workers share, lately."""
+
+    _log: float = 0.0
+    _seen_at: float = 0.0
+
+    def slowness(self, now: float) -> float:
+        """A factor, 1 where none was seen for long: what was slow is tried again."""
+        return exp(self._log * exp((self._seen_at - now) / SPLITS_REMEMBERED_S))
+
+    def observe(self, ratio: float, now: float) -> None:
+        """One took so many times what was predicted, this factor included."""
+        seen = log(min(max(ratio, 1 / MOST_SLOWNESS), MOST_SLOWNESS))
+        known = log(self.slowness(now))
+        self._log = min(max(known + SPLIT_SHARE * seen, -1.0), log(MOST_SLOWNESS))
+        self._seen_at = now
+
+
 class ModelCosts:
     """What the workers of one model share.
 
@@ -297,6 +328,7 @@ class ModelCosts:
 
     def __init__(self) -> None:
         self.found_share = 0.0
+        self.splits = SplitTimes()
         self.answer_tokens = float(TYPICAL_ANSWER_TOKENS)
         self.prefill = PromptLine(_PREFILL_GUESS)
         self.step = LearnedLine(_STEP_GUESS)
@@ -468,8 +500,8 @@ class FleetLoad:
         done_at = prefill.free_at
         load_s, prefill_s = expected[0] - done_at, done_at - begins_at
         if is_prefix and prefill_view is not None:
-            shared, handoff_s = self._begin_prefix(placement, prefill_view, handed, now)
-            handoff_s += 0.0 if shared is None else max(0.0, shared.expected[0] - done_at)
+            rest = handed, prefill_s
+            shared, prefill_s, handoff_s = self._begin_prefix(placement, prefill_view, rest, now)
         if prefill is not decode and decode.num_decodes >= most_running[decode.row]:
             arrives_s = queue_s + load_s + prefill_s + handoff_s
             decode_queue_s = max(0.0, costs.place_s(decode, now) - arrives_s)
@@ -506,17 +538,26 @@ class FleetLoad:
         )
 
     def _begin_prefix(
-        self, placement: Placement, source: WorkerView, num_handed: int, now: float
-    ) -> tuple[SharedPrompt | None, float]:
-        """What another worker computes of a prompt is given to it; and the handoff's seconds."""
+        self, placement: Placement, first: WorkerView, rest: tuple[int, float], now: float
+    ) -> tuple[SharedPrompt | None, float, float]:
+        """What another worker computes of a prompt is given to it; prefill and handoff in seconds.
+
+        `rest`: tokens to be handed over, and what computing the others takes.
+        """
         decode, num_tokens = placement.decode, placement.num_split_tokens
-        handoffs, num_prefix = self.costs(decode.model).handoffs, placement.num_prefix_tokens
+        costs, (num_handed, second_s) = self.costs(decode.model), rest
         if not num_tokens:
-            return None, handoffs.predict_load(source, decode, num_prefix)
-        worker, num_before = self.of(source.id, source.model), num_prefix - num_tokens
+            load_s = costs.handoffs.predict_load(first, decode, placement.num_prefix_tokens)
+            return None, second_s, load_s
+        num_before = placement.num_prefix_tokens - num_tokens
+        worker, lead = self.of(first.id, first.model), 1.0 / max(1, decode.num_landing_layers)
+        first_s = worker.prefill_cost.predict(num_tokens, num_before)
+        both_s = max(first_s + lead * second_s, lead * first_s + second_s)
+        both_s *= costs.splits.slowness(now)
+        handoff_s = costs.handoffs.cost_of(first, decode).predict(num_handed)
         expected = worker.add_prefill(num_tokens, now, 0, num_before)
-        shared = SharedPrompt(worker, num_tokens, num_before, expected)
-        return shared, handoffs.cost_of(source, decode).predict(num_handed)
+        shared = SharedPrompt(worker, num_tokens, num_before, expected, both_s + handoff_s)
+        return shared, both_s, handoff_s
 
     def note_report(self, worker: WorkerId, model: str, report: WorkerLoad | None) -> None:
         """A worker was asked for its load just now; None: it does not report it."""

@@ -44,6 +44,7 @@ class PlacementRequest:
     is known. `stored`: those that they can load from their stores. `full`: workers that are not
     chosen while others are left. `ttft_s` and `tpot_s`: the request's own limits, None where the
     policy's hold; `itl_s`: of the gaps between tokens, None where there is none.
+    `is_tokenized`: the number of tokens is no estimate.
     """
 
     model: str
@@ -58,6 +59,7 @@ class PlacementRequest:
     ttft_s: float | None = None
     tpot_s: float | None = None
     itl_s: float | None = None
+    is_tokenized: bool = True
 
     def count_uncached(self, worker: WorkerId) -> int:
         """Tokens that a worker would have to compute: at least one, for the answer's first."""

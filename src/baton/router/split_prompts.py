@@ -14,10 +14,12 @@ share of its time that each computes prompts: fleets that are busy split none.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.protocol.worker_http import MAX_SHARED_TOKENS, SHARED_UNIT
 from baton.router.cost_parts import Prediction
 from baton.router.worker_activity import MOST_SHARE
 
@@ -25,20 +27,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.router.cost_parts import CostOptions, Parts
-    from baton.router.learning import PromptLine
     from baton.router.load import FleetLoad
     from baton.router.placement import PlacementRequest
-    from baton.router.worker_activity import LoadColumns
+    from baton.router.worker_activity import LoadColumns, WorkerActivity
 
 LEAST_SPLIT: Final = 512
 """Tokens that a worker must have to compute alone: of fewer, half is hardly sooner than all."""
-SPLIT_UNIT: Final = 64
-"""`k` is a multiple of it, and so of the workers' blocks: the second one's are its own, or filled
-by the first."""
 MOST_TRIED: Final = 16
 """Values of `k` that are compared."""
-MOST_TOGETHER: Final = 8192
-"""Tokens that a worker without answers computes in one step, of a prompt that it shares."""
+MOST_ASKED: Final = 3
+"""Workers with the shortest queues, of which the first that can takes its part."""
 LEAST_SAVED: Final = 0.15
 """What of the time to the first token, as one worker would have it, must be saved."""
 
@@ -64,84 +62,81 @@ def find_split(
 
     None where it cannot be. The other one is the one with the shortest queue.
     """
-    usable, num_tokens = parts.usable, float(request.num_prompt_tokens)
-    decode, costs = usable.workers[second], load.costs(request.model)
-    first = _find_first(parts, second)
+    usable, costs = parts.usable, load.costs(request.model)
+    first = _find_first(parts, second, costs.handoffs.places.has_device)
     if first is None:
         return None
-    prefill = usable.workers[first]
-    cached = num_tokens - float(parts.num_uncached[first])
-    handed = _list_points(parts, (first, second), request, costs.columns)
-    if not len(handed):
+    prefill, decode = usable.workers[first], usable.workers[second]
+    pair = load.of(prefill.id, request.model), load.of(decode.id, request.model)
+    num_tokens, own_s = float(request.num_prompt_tokens), float(parts.prefill_s[second])
+    uncached = float(parts.num_uncached[first]), float(parts.num_uncached[second])
+    cached, lead = num_tokens - uncached[0], 1.0 / decode.num_landing_layers
+    line, taking = costs.prefill, costs.handoffs.cost_of(prefill, decode)
+    handed = _list_points(num_tokens, uncached, pair, costs.columns)
+    if handed is None:
         return None
-    line, lead = costs.prefill, 1.0 / decode.num_landing_layers
-    first_s = _slowness(parts, first, num_tokens, line) * line.predict(handed - cached, cached)
-    second_s = _slowness(parts, second, num_tokens, line) * line.predict(
-        num_tokens - handed, handed
-    )
+    first_s = pair[0].prefill_cost.factor * line.predict(handed - cached, cached)
+    second_s = pair[1].prefill_cost.factor * line.predict(num_tokens - handed, handed)
     both_s = np.maximum(first_s + lead * second_s, lead * first_s + second_s)
+    both_s *= costs.splits.slowness(request.at)
     queue_s = float(max(parts.queue_s[first], parts.queue_s[second]))
-    handoff_s = costs.handoffs.cost_of(prefill, decode).predict(float(handed[0]))
-    shares = [
-        load.of(each.id, request.model).prefill_share(request.at) for each in (prefill, decode)
-    ]
-    busy, own_s = min(MOST_SHARE, max(shares)), float(parts.prefill_s[second])
-    others_s = np.maximum(0.0, first_s + second_s - own_s) * busy / (1.0 - busy)
-    cost = options.count_ttft(queue_s + both_s + handoff_s + others_s, request)
+    handoff_s = taking.factor * taking.line.predict(handed - num_tokens + uncached[1])
+    busy = min(MOST_SHARE, max(each.prefill_share(request.at) for each in pair))
+    # The second one waits for the first layer only.
+    more_s = np.maximum(0.0, (1.0 - lead) * first_s + both_s - own_s)
+    ttft_s = queue_s + handoff_s + both_s + more_s * (busy / (1.0 - busy))
+    cost = options.count_ttft(ttft_s, request)
     cost = cost + first_s * float(parts.stall[first] / parts.prefill_s[first])
-    cost += second_s * float(parts.stall[second] / parts.prefill_s[second])
-    cost += float(parts.answering[second]) + handed * float(parts.keep[first] / num_tokens)
+    cost += handed * float(parts.keep[first] / num_tokens) + float(parts.answering[second])
     if parts.shares is not None:
         cost /= float(min(parts.shares[first], parts.shares[second]))
     best = int(cost.argmin())
-    num_prefix = int(handed[best])
-    seen = Prediction(
-        queue_s,
-        float(both_s[best]),
-        handoff_s,
-        float(parts.tpot_s[second]),
-        int(cached),
-        itl_s=parts.predict_itl(second),
-    )
+    both, exposed, num_prefix = float(both_s[best]), float(handoff_s[best]), int(handed[best])
+    tpot_s, itl_s = float(parts.tpot_s[second]), parts.predict_itl(second)
+    seen = Prediction(queue_s, both, exposed, tpot_s, int(cached), itl_s=itl_s)
     return Split(first, num_prefix, num_prefix - int(cached), seen, float(cost[best]))
 
 
-def _find_first(parts: Parts, second: int) -> int | None:
-    """The worker that can share a prompt with the one at `second`, and has least to do before."""
+def _find_first(parts: Parts, second: int, has_device: NDArray[np.bool_]) -> int | None:
+    """The worker that can share a prompt with the one at `second`, and has least to do before.
+
+    Not one on the same device, nor one of another kind: both take their part in one step.
+    """
     usable, decode = parts.usable, parts.usable.workers[second]
-    own_tokens = parts.num_computed[second]
+    own_tokens, place = parts.num_computed[second], usable.places[second]
     is_long = own_tokens == parts.num_uncached[second] and own_tokens >= LEAST_SPLIT
     helpers = usable.helpers[usable.helpers != second]
     if not (is_long and decode.num_landing_layers > 1 and len(helpers)):
         return None
-    first = int(helpers[parts.queue_s[helpers].argmin()])
-    prefill = usable.workers[first]
-    can_share = prefill.protocol == "baton" and decode.why_not_from(prefill) is None
-    return first if can_share else None
+    for first in helpers[parts.queue_s[helpers].argsort(kind="stable")[:MOST_ASKED]].tolist():
+        prefill = usable.workers[first]
+        is_apart = usable.places[first] != place or not has_device[place]
+        is_alike = prefill.num_landing_layers == decode.num_landing_layers
+        if is_apart and is_alike and decode.why_not_from(prefill) is None:
+            return int(first)
+    return None
 
 
 def _list_points(
-    parts: Parts, pair: tuple[int, int], request: PlacementRequest, columns: LoadColumns
-) -> NDArray[np.float64]:
+    num_tokens: float,
+    uncached: tuple[float, float],
+    pair: tuple[WorkerActivity, WorkerActivity],
+    columns: LoadColumns,
+) -> NDArray[np.float64] | None:
     """Some numbers of tokens that the first of two workers may hand over to the second.
 
     More than either has cached. Both compute their part in one step: else the second one has
-    nothing to follow. Beside answers a step has no more tokens than usual.
+    nothing to follow. Beside answers the first one has steps of no more tokens than usual, and the
+    second one does not begin before all has landed.
     """
-    rows, num_tokens = parts.usable.rows, float(request.num_prompt_tokens)
     first, second = pair
-    is_alone = columns.num_decodes[rows] == 0
-    most = np.where(is_alone, MOST_TOGETHER, columns.step_tokens[rows])
-    cached = num_tokens - parts.num_uncached
-    least = max(cached[first] + SPLIT_UNIT, cached[second] + SPLIT_UNIT, num_tokens - most[second])
-    bounds = np.array([least, min(num_tokens - 2.0, cached[first] + most[first])]) / SPLIT_UNIT
-    bounds = np.array([np.ceil(bounds[0]), np.floor(bounds[1])])
-    if bounds[1] < bounds[0]:
-        return np.empty(0)
-    return SPLIT_UNIT * np.unique(np.floor(np.linspace(bounds[0], bounds[1], MOST_TRIED)))
-
-
-def _slowness(parts: Parts, at: int, num_tokens: float, line: PromptLine) -> float:
-    """How much slower than the mean of all a worker computes prompts."""
-    num_computed = float(parts.num_computed[at])
-    return float(parts.prefill_s[at]) / line.predict(num_computed, num_tokens - num_computed)
+    if second.num_decodes:
+        return None
+    most = float(columns.step_tokens[first.row]) if first.num_decodes else MAX_SHARED_TOKENS
+    least = max(num_tokens - min(uncached) + SHARED_UNIT, num_tokens - MAX_SHARED_TOKENS)
+    most = min(num_tokens - 2.0, num_tokens - uncached[0] + most)
+    begin, end = ceil(least / SHARED_UNIT), int(most / SHARED_UNIT)
+    if end < begin:
+        return None
+    step = 1 + (end - begin) // MOST_TRIED
+    return SHARED_UNIT * np.arange(begin, end + 1, step, dtype=np.float64)

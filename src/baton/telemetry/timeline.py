@@ -4,8 +4,8 @@
     gateway   the gateway                        admit, tokenize, queue, place, wait, answer
     prefill   the worker that computes           tokenize, queue, prefill (its chunks within)
     transfer  the decode worker                  transfer behind prefill, exposed transfer
-    decode    the worker that answers            tokenize, reserve, accept, queue, first step, then
-                                                 decode
+    decode    the worker that answers            tokenize, reserve, prefill of what is not handed
+                                                 over, accept, queue, first step, then decode
 
 Spans of workers are on their own clocks. They are shifted by the offset that the gateway has
 measured. Where it has measured none, or the shifted span is not within the request, as after a jump
@@ -14,6 +14,7 @@ of that clock, the span's beginning is put at the placement, and `Lane.clock` is
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
@@ -221,7 +222,11 @@ def _decode_stages(decode: WorkerTrace, axis: _Axis) -> Iterator[Stage]:
             received = until
         if received is not None and reserved is not None and reserved >= received:
             yield Stage("reserve", axis.place(received), axis.place(reserved))
-    for name, begin, end in _DECODE_STAGES:
+    stages: tuple[tuple[str, Stamp, Stamp], ...] = _DECODE_STAGES
+    if span.role == "decode" and Stamp.KV_READY in span.stamps:  # what was not handed over
+        stages = (("prefill", Stamp.PREFILL_STARTED, Stamp.PREFILL_DONE), *stages)
+    # It is computed while KV lands, or afterwards.
+    for name, begin, end in sorted(stages, key=lambda stage: span.stamps.get(stage[2], inf)):
         start, stop = span.stamps.get(begin), span.stamps.get(end)
         if start is not None and stop is not None and stop >= start:
             yield Stage(name, axis.place(start), axis.place(stop))
@@ -256,7 +261,8 @@ class ComparedTime(msgspec.Struct, frozen=True):
 def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[ComparedTime, ...]:
     """The router's prediction beside what happened, as the router counts its parts.
 
-    `queue`: from the placement until prefill begins. `prefill`: loads from the store included.
+    `queue`: from the placement until prefill begins. `prefill`: loads from the store included, and
+    of a prompt that two workers share both parts.
     `handoff`: from then until the first token, the decode worker's queue included; of an answer in
     one piece by the clock of the worker that answered.
     """
@@ -267,10 +273,11 @@ def compare_prediction(gateway: RequestSpan, lanes: tuple[Lane, ...]) -> tuple[C
     first = gateway.stamps.get(Stamp.FIRST_TOKEN)
     placed_s = placed - origin
     first_s = _find_first_token(lanes) if first is None else first - origin
-    prefill = next((s for lane in lanes for s in lane.stages if s.name == "prefill"), None)
-    begun_s = None if prefill is None else prefill.start_s
-    is_alone = not any(lane.name == "transfer" for lane in lanes)
-    done_s = None if prefill is None else first_s if is_alone else prefill.end_s
+    computed = [s for lane in lanes for s in lane.stages if s.name == "prefill"]
+    begun_s = min((stage.start_s for stage in computed), default=None)
+    done_s = max((stage.end_s for stage in computed), default=None)
+    if computed and not any(lane.name == "transfer" for lane in lanes):
+        done_s = first_s
     return (
         ComparedTime("queue", predicted.queue_s, _gap(placed_s, begun_s)),
         ComparedTime("prefill", predicted.load_s + predicted.prefill_s, _gap(begun_s, done_s)),

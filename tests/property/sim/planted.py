@@ -8,6 +8,7 @@ from baton.auth.replay import TicketUse, UsedTickets
 from baton.auth.ticket import unseal
 from baton.engines.stall_detector import StallDetector
 from baton.engines.transformers.pinned_blocks import PinnedBlocks
+from baton.engines.transformers.sequence import Sequence
 from baton.handoff import grants
 from baton.handoff.decode_receiver import DecodeReceiver
 from baton.handoff.grants import EarlyGrants, LeaseRenewer, Tombstones
@@ -209,6 +210,25 @@ def sent_under_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillSender, "poll_copies", do_not_ask)
 
 
+def layers_are_counted_early(patch: pytest.MonkeyPatch) -> None:
+    """The engine is to compute upon a layer of which tokens are still on their way."""
+    count = Coverage.num_leading_layers.fget
+
+    def count_one_more(self):
+        return min(count(self) + 1, len(self._landed))
+
+    patch.setattr(Coverage, "num_leading_layers", property(count_one_more))
+
+
+def landing_blocks_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """A request whose KV lands no more keeps the blocks for it, which are in quarantine."""
+
+    def forget_layers_alone(self):
+        self.landing = self.early_token = None
+
+    patch.setattr(Sequence, "stop_landing", forget_layers_alone)
+
+
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     plant.__name__: plant
     for plant in (
@@ -234,6 +254,8 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         no_renewals,
         landed_under_a_copy,
         sent_under_a_copy,
+        layers_are_counted_early,
+        landing_blocks_are_kept,
     )
 }
 PLANTED |= PLANTED_IN_EXPORTS | PLANTED_IN_POOL

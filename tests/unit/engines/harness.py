@@ -231,7 +231,7 @@ class Driver:
     def __init__(
         self, loaded: LoadedModel, handoff: HandoffPort | None = None, **options: object
     ) -> None:
-        self.clock, self.tenant = ManualClock(), "tenant"
+        self.clock, self.tenant, self.loaded = ManualClock(), "tenant", loaded
         self.handoff = handoff or RecordingHandoff()
         self.engine = TransformersEngine(
             TransformersOptions(**{"num_blocks": 64, **options}),

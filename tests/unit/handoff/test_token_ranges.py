@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,6 +55,38 @@ def test_gaps_are_what_has_not_landed(landed: list[LayerTokenRange]) -> None:
     everything = tokens([LayerTokenRange(layer, 0, 20) for layer in range(3)])
     assert tokens(coverage.gaps()) == everything - tokens(landed)
     assert unpack_ranges(pack_ranges(coverage.gaps())) == coverage.gaps()
+
+
+@given(st.lists(st.tuples(spans, st.integers(1, 3)), max_size=40))
+def test_leading_layers_are_those_before_the_first_gap(
+    landings: list[tuple[LayerTokenRange, int]],
+) -> None:
+    """One short, so that layers are complete often: here by a bitmap that is looked at whole."""
+    coverage = Coverage(num_layers=3, start=2, stop=8)
+    landed = [[False] * 6 for _ in range(3)]
+    for (layer, start, stop), num_layers in landings:
+        try:
+            coverage.add(layer, start, stop, num_layers)
+        except ProtocolError:
+            continue
+        for each in landed[layer : layer + num_layers]:
+            each[start - 2 : stop - 2] = [True] * (stop - start)
+        num_leading = len(list(takewhile(all, landed)))
+        assert coverage.num_leading_layers == num_leading
+        assert coverage.complete == (num_leading == 3)
+
+
+def test_a_later_layer_that_is_complete_leads_nothing() -> None:
+    coverage = Coverage(num_layers=3, start=0, stop=4)
+    assert coverage.num_leading_layers == 0
+    coverage.add(1, 0, 4)
+    assert coverage.num_leading_layers == 0
+    coverage.add(0, 0, 3)
+    assert coverage.num_leading_layers == 0
+    coverage.add(0, 3, 4)
+    assert coverage.num_leading_layers == 2
+    coverage.add(2, 0, 4)
+    assert coverage.num_leading_layers == 3
 
 
 def is_refused(coverage: Coverage, layer: int, start: int, stop: int) -> bool:

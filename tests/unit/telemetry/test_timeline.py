@@ -172,6 +172,24 @@ def test_what_was_predicted_is_compared_with_what_happened() -> None:
     assert found["ttft"] == (pytest.approx(0.55), pytest.approx(0.94))
 
 
+def test_of_a_shared_prompt_both_workers_compute() -> None:
+    own, second = gateway(), decode(0.0)
+    own.predicted = PredictedTimes(queue_s=0.1, load_s=0.0, prefill_s=0.6, handoff_s=0.01)
+    second.stamps |= {
+        Stamp.PREFILL_STARTED: 100.35, Stamp.LAST_LAYER_LANDED: 100.7,
+        Stamp.PREFILL_DONE: 100.79, Stamp.KV_READY: 100.8,
+    }  # fmt: skip
+    exact = ClockEstimate(0.0, 0.0)
+    made = make_timeline(own, WorkerTrace(second, exact), WorkerTrace(prefill(0.0), exact))
+    lanes = {lane.name: stages(lane) for lane in made}
+    assert lanes["prefill"]["prefill"] == (0.2, 0.7)
+    assert lanes["decode"]["prefill"] == (0.35, 0.79)
+    assert lanes["decode"]["accept"] == (0.79, 0.8)
+    found = {each.part: each.actual_s for each in compare_prediction(own, made)}
+    assert found["prefill"] == pytest.approx(0.59)
+    assert found["handoff"] == pytest.approx(0.21)
+
+
 def test_without_workers_spans_the_parts_are_unknown_and_the_whole_is_not() -> None:
     own = gateway()
     own.predicted = PredictedTimes(queue_s=0.1, load_s=0.0, prefill_s=0.4, handoff_s=0.05)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -164,6 +164,13 @@ def paged_attention(  # noqa: PLR0913, PLR0917 - the signature is transformers'
             part = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         out[:, queries] = part.transpose(1, 2)
     return out, None
+
+
+def builds_scores(model: Any) -> bool:  # noqa: ANN401 - transformers is untyped for us
+    """Whether a step has all scores of a layer in memory, `[heads, queries, keys]`: `_explicit`."""
+    text = model.config.get_text_config(decoder=True)
+    has_cap = getattr(text, "attn_logit_softcapping", None) is not None
+    return has_cap or any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 def _visible_keys(extent: Extent, window: int | None) -> slice:

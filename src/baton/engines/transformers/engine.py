@@ -15,6 +15,7 @@ import torch
 from baton.engines.first_tokens import FirstTokens
 from baton.engines.gpu.device_region import allocate_device_region
 from baton.engines.interface import EngineInfo, EngineStats
+from baton.engines.transformers.attention import builds_scores
 from baton.engines.transformers.loading import LoadedModel, load_model
 from baton.engines.transformers.loop import EngineLoop
 from baton.engines.transformers.model_runner import ModelRunner, PagedModel
@@ -32,6 +33,7 @@ from baton.errors import (
 from baton.events.journal import CacheJournal
 from baton.kv.copies import count_blocks
 from baton.kv.pool import BlockPool
+from baton.protocol.worker_http import MAX_SHARED_TOKENS, SHARED_UNIT
 from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
@@ -156,6 +158,14 @@ class TransformersEngine:
         pages = allocate_pages(
             loaded.shape, layout, num_blocks, loaded.model.device, allocate=allocate
         )
+        min_handoff_tokens = options.min_handoff_tokens or options.block_size
+        # What gateways assume of those that share prompts: see `baton.router.split_prompts`.
+        shares = (
+            pages.lands_in_place
+            and not builds_scores(loaded.model)
+            and SHARED_UNIT % options.block_size == 0
+            and min_handoff_tokens <= SHARED_UNIT
+        )
         self.region, self.peer_mappings = pages.region, pages.peer_mappings
         self.info = EngineInfo(
             engine="transformers",
@@ -168,7 +178,7 @@ class TransformersEngine:
             eos_token_ids=loaded.eos_token_ids,
             max_running=options.max_num_seqs,
             max_step_tokens=options.max_batch_tokens,
-            num_landing_layers=layout.num_layers if pages.lands_in_place else 0,
+            num_landing_layers=layout.num_layers if shares else 0,
         )
         self._options, self._clock = options, clock
         self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)
@@ -188,9 +198,10 @@ class TransformersEngine:
             Limits(
                 max_batch_tokens=options.max_batch_tokens,
                 max_num_seqs=options.max_num_seqs,
-                min_handoff_tokens=options.min_handoff_tokens or options.block_size,
+                min_handoff_tokens=min_handoff_tokens,
                 max_held_blocks=int(options.max_held_share * num_blocks),
                 max_kept_blocks=int(options.max_kept_share * num_blocks),
+                max_shared_tokens=MAX_SHARED_TOKENS if shares else 0,
             ),
             layout.layers,
             self.journal,

@@ -283,9 +283,8 @@ class EngineLoop:
         try:
             tokens = self._runner.compute(plan.work)
         except LayerLateError:
-            for work in plan.work:
-                if work.sequence.landing is not None:
-                    self._scheduler.await_landing(work.sequence)
+            # All at once: each by itself would wait as long.
+            self._scheduler.give_up_landing(self._info.layout.num_layers)
             return
         except Exception:  # noqa: BLE001 - the engine survives whatever a model raises
             _log.exception("a step of %d tokens failed", plan.num_tokens)
@@ -421,6 +420,7 @@ class EngineLoop:
         token = self._scheduler.finish_landing(sequence)
         self._stamp(sequence, Stamp.KV_READY)
         if token is not None:
+            self._count_computed(sequence)
             self._accept(sequence, token)
 
     def _check_first_token(self, landed: KVLanded) -> SampledToken | None:
@@ -448,7 +448,10 @@ class EngineLoop:
         sequence = self._scheduler.fall_back(ticket)
         if sequence is None:
             return
-        sequence.request.trace.fallbacks.append(f"computed locally: {error}")
+        trace = sequence.request.trace
+        trace.fallbacks.append(f"computed locally: {error}")
+        # What was computed upon KV that lands no more is computed again.
+        trace.stamps.pop(Stamp.PREFILL_DONE, None)
         self._updates.log_degraded(error)
 
     def _finish_send(self, sequence: Sequence | None) -> None:
@@ -515,6 +518,11 @@ class EngineLoop:
         if Stamp.PREFILL_DONE in trace.stamps:  # it was preempted since
             return
         self._stamp(sequence, Stamp.PREFILL_DONE)
+        if sequence.landing is None:  # else what is received is not known before it has landed
+            self._count_computed(sequence)
+
+    def _count_computed(self, sequence: Sequence) -> None:
+        trace = sequence.request.trace
         num_reused = trace.num_cached_tokens + trace.num_received_tokens
         self._counts.computed += sequence.num_prompt_tokens - num_reused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.engines.transformers.pinned_blocks import KeptBlocks, PinnedBlocks, SharedBlocks
@@ -33,17 +33,14 @@ if TYPE_CHECKING:
 Allocated = TypeVar("Allocated")
 
 
-SHARED_STEP_TOKENS: Final = 8192
-"""Of a prompt that is shared with another worker one step computes as many, where it is alone."""
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of one step, and of what runs at once.
 
     Where fewer than `min_handoff_tokens` are missing they are computed, not received. Prompts that
     are to be pulled hold at most `max_held_blocks`, what is being kept in the store at most
-    `max_kept_blocks`.
+    `max_kept_blocks`. Of a prompt that is shared with another worker one step computes
+    `max_shared_tokens`, if they are more, where nothing else is computed.
     """
 
     max_batch_tokens: int
@@ -51,6 +48,7 @@ class Limits:
     min_handoff_tokens: int
     max_held_blocks: int
     max_kept_blocks: int = 0
+    max_shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,7 @@ class PendingReceive:
 class Plan:
     """One step, and the orders for the handoff before it.
 
-    Of works with `Sequence.landing` KV is waited for, layer by layer: no handoff sends what is
-    computed beside them, which may have to be computed again.
+    Of a work with `Sequence.landing` KV is waited for, layer by layer: it is the only one.
 
     `copies` of whole blocks, `(from, to)`, come first of all. What is `offered_from_cache` is
     computed. `held` could be computed, but wait for the store's answer. `lacks_exported_blocks`:
@@ -187,7 +184,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         unoffered, self._unoffered = self._unoffered, []
         for sequence in unoffered:
             if sequence.status is Status.RUNNING:
-                self._offer(sequence, plan)
+                self._offer(sequence, self._find_budget(sequence, plan), plan)
         for sequence in self._list_running():
             num_tokens = min(self._find_budget(sequence, plan), sequence.num_uncomputed)
             if num_tokens > 0 and sequence.status is Status.RUNNING:
@@ -213,11 +210,12 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         return replace(plan, lacks_exported_blocks=lacks_exported)
 
     def _list_running(self) -> list[Sequence]:
-        """Those that this step may work on, in the order of their turns."""
+        """Those that this step may work on, in the order of their turns.
+
+        One whose KV lands computes alone: others would wait for its layers, too.
+        """
         by_age = sorted(self._running, key=lambda s: (s.num_uncomputed > 1, s.arrival))
-        if any(isinstance(sequence.kind, PrefillRequest) for sequence in by_age):
-            return [sequence for sequence in by_age if sequence.landing is None]
-        return by_age
+        return [each for each in by_age if each.landing is None] or by_age[:1]
 
     def _find_budget(self, sequence: Sequence, plan: Plan) -> int:
         """Tokens that a step may still compute of a sequence.
@@ -227,7 +225,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         """
         is_shared = sequence.landing is not None or is_pushed_prefix(sequence)
         if is_shared and not plan.work and all(each is sequence for each in self._running):
-            return max(SHARED_STEP_TOKENS, self.limits.max_batch_tokens)
+            return max(self.limits.max_shared_tokens, self.limits.max_batch_tokens)
         return self.limits.max_batch_tokens - plan.num_tokens
 
     def advance(self, work: Work) -> None:
@@ -278,6 +276,12 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
             layers, blocks, count_handed_over(sequence), self._find_dead(num_tokens)
         )
         self._run(sequence)
+
+    def give_up_landing(self, num_layers: int) -> None:
+        """A layer was late: requests that lack any of their KV wait for the rest of it."""
+        for sequence in tuple(self._running):
+            if sequence.landing is not None and sequence.landing.num < num_layers:
+                self.await_landing(sequence)
 
     def await_landing(self, sequence: Sequence, token: SampledToken | None = None) -> None:
         """It waits for the rest of its KV: with the token that came of it, or to be computed."""
@@ -465,7 +469,7 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         if budget <= 0 or not self._start(sequence):
             return False
         plan.work.append(Work(sequence, min(budget, sequence.num_uncomputed)))
-        self._offer(sequence, plan)
+        self._offer(sequence, max(budget, self.limits.max_batch_tokens), plan)
         return True
 
     def _take_back_kept(self, sequence: Sequence) -> None:
@@ -493,16 +497,16 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
         has_budget = plan.num_tokens < self.limits.max_batch_tokens
         return has_budget and self._num_active < self.limits.max_num_seqs
 
-    def _offer(self, sequence: Sequence, plan: Plan) -> None:
+    def _offer(self, sequence: Sequence, step_tokens: int, plan: Plan) -> None:
         """Where it is to be handed over.
 
         Its blocks are fixed from then on. So it waits while the store may still have the rest of
-        the prompt, but not beyond its last step.
+        the prompt, but not beyond its last step: one may have `step_tokens`.
         """
         if not isinstance(sequence.kind, PrefillRequest):
             return
         is_asked = sequence.prefix_state is PrefixState.ASKED and not is_pulled(sequence)
-        if is_asked and sequence.num_uncomputed > self.limits.max_batch_tokens:
+        if is_asked and sequence.num_uncomputed > step_tokens:
             self._unoffered.append(sequence)
             return
         self.pinned_blocks.pin(sequence.kind.ticket.id, sequence)

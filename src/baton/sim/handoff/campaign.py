@@ -50,7 +50,7 @@ class Outcome:
     """One run.
 
     `injected` counts the faults that took effect, `ends` how requests ended, `seen` which modes
-    were asked for, and what became of leases and exports.
+    were asked for, and what became of leases, exports and layers that land.
     """
 
     schedule: Schedule
@@ -89,7 +89,7 @@ def run_schedule(schedule: Schedule, *, keeps_log: bool = False) -> Outcome:
         injected=world.fabric.transfer_faults.injected
         + (Counter() if world.store is None else world.store.injected),
         ends=Counter(str(request.outcome).split(":")[0] for request in world.requests),
-        seen=checker.leases.seen + checker.exports.seen + checker.pooling.seen,
+        seen=checker.seen + checker.leases.seen + checker.exports.seen + checker.pooling.seen,
         log=tuple(world.timeline.log or ()),
     )
 

@@ -263,7 +263,10 @@ _WRITABLE = frozenset({BlockState.IN_FLIGHT, BlockState.QUARANTINED})
 
 @dataclass(slots=True)  # noqa: PLR0904 - one for each thing that is looked at
 class Checker:
-    """Looks on; nothing that it does changes a run. `fabric` is set once it is there."""
+    """Looks on; nothing that it does changes a run. `fabric` is set once it is there.
+
+    `seen` counts what became of layers that were computed while others landed.
+    """
 
     tickets: dict[TicketId, Ticket] = field(default_factory=dict)
     sealed: dict[str, TicketId] = field(default_factory=dict)
@@ -272,6 +275,7 @@ class Checker:
     failures: list[tuple[str, KVFailed | SendFailed]] = field(default_factory=list)
     waits_for_landing: set[TicketId] = field(default_factory=set)
     fabric: Fabric | None = None
+    seen: Counter[str] = field(default_factory=Counter)
     deadlines: DeadlineChecker = field(default_factory=DeadlineChecker)
     leases: LeaseChecker = field(init=False)
     exports: ExportChecker = field(init=False)
@@ -316,11 +320,17 @@ class Checker:
             self._fail("I2", f"{process.name}: a write reads source pages that were given back")
 
     def on_attend(
-        self, process: SimProcess, sequence: Sequence, chain: list[int], stop: int
+        self,
+        process: SimProcess,
+        sequence: Sequence,
+        chain: list[int],
+        stop: int,
+        *,
+        layers: range,
     ) -> None:
-        """I1: tokens `[0, stop)` of a sequence are attended to."""
+        """I1: tokens `[0, stop)` of a sequence are attended to, in some layers."""
         self.exports.on_read(process, sequence.blocks)
-        for layer in range(NUM_LAYERS):
+        for layer in layers:
             wrong = process.pages.find_wrong(layer, sequence.blocks, chain, stop)
             if wrong is not None:
                 where = f"layer {layer}, token {wrong} of [0, {stop})"
@@ -391,6 +401,7 @@ class Checker:
                     self._accepted(process, self._orders[key], event)
             case LayersLanding():
                 self._transition(key, {"expected", "aborted"}, fate, name)
+                self.seen["layers landing"] += 1
             case KVFailed():
                 self._transition(key, {"expected", "aborted"}, "failed", name)
                 self.failures.append((process.name, event))

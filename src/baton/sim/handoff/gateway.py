@@ -310,6 +310,7 @@ class SimRequest:
             decode=decode,
             mode=self._mode,
             issue=world.ticket_issuer.issue(self.deadline_s - world.timeline.now_s),
+            num_prefix_tokens=self.client.num_prefix_tokens if self._mode == "push" else 0,
         )
         is_signed = ticket.id[0] & 1
         sealed = seal(ticket, world.credentials) if is_signed else write_unsigned(ticket)

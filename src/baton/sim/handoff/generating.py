@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 REFERENCE_PROBABILITY: Final = 0.2
 """Of all schedules."""
+PREFIX_PROBABILITY: Final = 0.5
+"""Of those in which a prompt is pushed."""
 _LEAVING_S: Final = 0.04
 POOL_PROBABILITY: Final = 0.15
 """Of the others."""
@@ -196,12 +198,40 @@ def generate_schedule(seed: int) -> Schedule:
     )
     schedule = add_reference_mode(Random(f"lending {seed}"), schedule)  # noqa: S311 -- as above
     schedule = add_pool_mode(Random(f"pooling {seed}"), schedule)  # noqa: S311 -- as above
+    schedule = _add_prefixes(Random(f"prefixes {seed}"), schedule)  # noqa: S311 -- as above
     overload_rng = Random(f"crowd {seed}")  # noqa: S311 -- as above
     return (
         _overload(overload_rng, schedule)
         if overload_rng.random() < _OVERLOAD_PROBABILITY
         else schedule
     )
+
+
+def _add_prefixes(rng: Random, schedule: Schedule) -> Schedule:
+    """The same schedule; in some, of prompts that are pushed a beginning is handed over alone.
+
+    As a rule prefill is slow: else all layers are computed before the first one is asked for.
+    """
+    is_pushed = any(client.mode == "push" for client in schedule.clients)
+    if not is_pushed or rng.random() >= PREFIX_PROBABILITY:
+        return schedule
+    size, faults = schedule.workers[-1].block_size, schedule.faults
+    if rng.random() < 0.7:  # noqa: PLR2004
+        slow = Slow(0.0, schedule.workers[0].name, 1.0, rng.choice((5.0, 10.0, 30.0)))
+        faults = (slow, *faults)
+    clients = tuple(_cut(rng, client, size) for client in schedule.clients)
+    return replace(schedule, clients=clients, faults=faults)
+
+
+def _cut(rng: Random, client: Client, block_size: int) -> Client:
+    """As a rule whole blocks, so that the rest can be computed while they land."""
+    num_tokens = len(client.prompt)
+    if client.mode != "push" or rng.random() < 0.2:  # noqa: PLR2004
+        return client
+    num_prefix = rng.randint(1, num_tokens + 1)
+    if rng.random() < 0.8 and num_tokens > block_size:  # noqa: PLR2004
+        num_prefix = block_size * rng.randint(1, (num_tokens - 1) // block_size)
+    return replace(client, num_prefix_tokens=num_prefix)
 
 
 def _overload(rng: Random, schedule: Schedule) -> Schedule:

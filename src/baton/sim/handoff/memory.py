@@ -239,6 +239,10 @@ class SimDeviceStaging:
 
 
 LAYER_S: Final = 0.002
+MAX_LANDING_WAIT_S: Final = 1.0
+"""As `model_runner`'s, which imports torch."""
+LANDING_WAIT_S: Final = 0.0005
+"""So often a step looks for a layer that lands: it sleeps in production until there is one."""
 
 
 class KilledError(BaseException):
@@ -255,19 +259,21 @@ class SimComputer:
     def compute(self, step: list[Work]) -> list[SampledToken | None]:
         """Attend to what is there, write the KV of this step, layer by layer."""
         process = self._process
+        began, landing = process.clock.now(), [work for work in step if work.sequence.landing]
         for work in step:
-            landing = work.sequence.landing
-            if landing is not None and landing.num < NUM_LAYERS:
-                raise LayerLateError("no thread waits here")
-            chain = self._chain(work)
-            process.checker.on_attend(process, work.sequence, chain, work.sequence.num_computed)
+            if work.sequence.landing is None:
+                self._attend(work, range(NUM_LAYERS))
         sends = [
             (work.sequence.kind.ticket.id, work.stop)
             for work in step
             if isinstance(work.sequence.kind, PrefillRequest)
         ]
         for layer in range(NUM_LAYERS):
+            for work in landing:
+                self._wait(work, layer, began + MAX_LANDING_WAIT_S)
             process.spend_time(LAYER_S * process.world.rng.random())
+            for work in landing:
+                self._attend(work, range(layer, layer + 1))
             for work in step:
                 sequence = work.sequence
                 chain = self._chain(work)[: work.stop]
@@ -285,6 +291,24 @@ class SimComputer:
             SampledToken(next_token(self._chain(work)[work.stop - 1])) if work.samples else None
             for work in step
         ]
+
+    def _attend(self, work: Work, layers: range) -> None:
+        """The tokens before those of this step are looked at."""
+        sequence = work.sequence
+        self._process.checker.on_attend(
+            self._process, sequence, self._chain(work), sequence.num_computed, layers=layers
+        )
+
+    def _wait(self, work: Work, layer: int, until: float) -> None:
+        """As `LandingLayers.wait`: the rest of the world goes on."""
+        process, layers = self._process, work.sequence.landing
+        seen = process.checker.seen
+        while layers is not None and layer >= layers.num:
+            if layers.is_over or process.clock.now() >= until:
+                seen["layer late"] += 1
+                raise LayerLateError(f"layer {layer} has not landed")
+            process.spend_time(LANDING_WAIT_S)
+        seen["layer computed as it landed"] += 1
 
     def forget(self, request: RequestId) -> None:
         """A request is over."""

@@ -42,7 +42,8 @@ class WorkerPlan:
 class Client:
     """One request; the client leaves before the end where `leaves_after_s` is set.
 
-    `mode` is what the policy names for it.
+    `mode` is what the policy names for it. Above 0, and in mode push, KV of no more than
+    `num_prefix_tokens` of the prompt is handed over.
     """
 
     arrives_s: float
@@ -50,6 +51,7 @@ class Client:
     num_output: int
     leaves_after_s: float | None
     mode: HandoffMode = "push"
+    num_prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

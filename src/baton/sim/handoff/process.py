@@ -209,9 +209,12 @@ class SimProcess:
             worker_request.reply(ErrorReply("stale_ticket" if is_stale else "invalid_ticket"))
             return
         self._num_requests += 1
+        prompt = worker_request.prompt
+        if isinstance(kind, PrefillRequest):
+            prompt = prompt[: kind.ticket.count_handed_over(len(prompt))]
         request = GenerationRequest(
             id=RequestId(f"{worker_request.name}~{self._num_requests}"),
-            prompt_ids=np.array(worker_request.prompt, np.int32),
+            prompt_ids=np.array(prompt, np.int32),
             sampling=SamplingParams(max_tokens=worker_request.num_output, temperature=0.0, seed=0),
             kind=kind,
             tenant_salt="",
@@ -294,6 +297,7 @@ class SimProcess:
             min_handoff_tokens=MIN_HANDOFF_TOKENS,
             max_held_blocks=plan.num_blocks // 2,
             max_kept_blocks=plan.num_blocks // 4,
+            max_shared_tokens=24,
         )
         self.scheduler = Scheduler(BlockPool(plan.num_blocks), limits, layout.layers)
         self._computer = SimComputer(self, port)
