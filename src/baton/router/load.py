@@ -57,10 +57,14 @@ _STEP_GUESS: Final = (0.01, 2e-4)
 _LOAD_GUESS: Final = (0.005, 2e-5)
 FOUND_FORGETTING: Final = 0.99
 """About the last 100 prompts count in `ModelCosts.found_share`."""
-SPLITS_REMEMBERED_S: Final = 300.0
+SPLITS_REMEMBERED_S: Final = 120.0
 SPLIT_SHARE: Final = 0.3
 """What the newest one counts in `SplitTimes`."""
 MOST_SLOWNESS: Final = 10.0
+MOST_OWN: Final = 2.0
+"""Times what was predicted: what takes longer, computing is not the cause of."""
+LEAST_SEEN: Final = 4
+"""Prompts, before it is known what their parts take."""
 TYPICAL_ANSWER_TOKENS: Final = 128
 """Of an answer, before any was seen."""
 ANSWER_SHARE: Final = 0.02
@@ -120,20 +124,21 @@ class AnsweredRequest(Record, frozen=True):
 class SharedPrompt:
     """Tokens of a prompt that another worker computes first, at the same time (`Placement`).
 
-    The answer should begin `takes_s` after both can begin.
+    The second worker begins after `lead` of the first one's time, which is `took_s` once known.
     """
 
     worker: WorkerActivity
     num_tokens: int
     num_cached: int
     expected: tuple[float, float]
-    takes_s: float
+    lead: float
+    took_s: float | None = None
     is_over: bool = False
 
     def done(self, began_at: float, done_at: float) -> None:
         """They were computed."""
         if not self.is_over:
-            self.is_over = True
+            self.is_over, self.took_s = True, done_at - began_at
             self.worker.finish_prefill(self.num_tokens, self.expected, done_at)
             self.worker.observe_prefill(self.num_tokens, began_at, done_at, self.num_cached)
 
@@ -211,8 +216,7 @@ class RunningRequest:
             self._leave_queue(now)
             self._learn_handoff()
             if self.shared is not None:
-                took_s = now - self.began_at - self.predicted.queue_s
-                self.costs.splits.observe(took_s / self.shared.takes_s, now)
+                self._learn_split(self.shared, now)
         self._seconds = self.decode.count_streams(+1, now)
 
     def end(
@@ -253,6 +257,25 @@ class RunningRequest:
         if not self._is_prefilled:
             self._is_prefilled = True
             self.prefill.finish_prefill(self.num_tokens, self._expected, now)
+
+    def _learn_split(self, shared: SharedPrompt, now: float) -> None:
+        """What the second worker took, where the first one was done before it.
+
+        Where either had something else to do, that is not known.
+        """
+        first_s = shared.took_s
+        is_alone = self.decode.num_requests == 1 and not shared.worker.num_requests
+        if first_s is None or not is_alone or self.predicted.queue_s > 0.0:
+            return
+        begins_at = self.began_at + shared.lead * first_s
+        took_s, cost = now - begins_at, self.prefill.prefill_cost
+        if took_s <= first_s:
+            return
+        ratio = took_s / cost.predict(self.num_tokens, self.num_cached)
+        if ratio < MOST_OWN or cost.line.num_seen < LEAST_SEEN:
+            self.prefill.observe_prefill(self.num_tokens, begins_at, now, self.num_cached)
+            ratio = 1.0
+        self.costs.splits.observe(ratio, now)
 
     def _learn_handoff(self) -> None:
         """Once both are known: when the prompt was computed, and when the answer began."""
@@ -300,7 +323,10 @@ class RunningRequest:
 
 @dataclass(slots=True, eq=False)
 class SplitTimes:
-    """How much longer than predicted prompts take that two workers share, lately."""
+    """How much longer than computing the second part of a split takes, lately.
+
+    As where KV lands slowly.
+    """
 
     _log: float = 0.0
     _seen_at: float = 0.0
@@ -310,10 +336,10 @@ class SplitTimes:
         return exp(self._log * exp((self._seen_at - now) / SPLITS_REMEMBERED_S))
 
     def observe(self, ratio: float, now: float) -> None:
-        """One took so many times what was predicted, this factor included."""
-        seen = log(min(max(ratio, 1 / MOST_SLOWNESS), MOST_SLOWNESS))
+        """The second part of one took so many times what was predicted."""
+        seen = log(min(max(ratio, 1.0), MOST_SLOWNESS))
         known = log(self.slowness(now))
-        self._log = min(max(known + SPLIT_SHARE * seen, -1.0), log(MOST_SLOWNESS))
+        self._log = known + SPLIT_SHARE * (seen - known)
         self._seen_at = now
 
 
@@ -552,12 +578,11 @@ class FleetLoad:
         num_before = placement.num_prefix_tokens - num_tokens
         worker, lead = self.of(first.id, first.model), 1.0 / max(1, decode.num_landing_layers)
         first_s = worker.prefill_cost.predict(num_tokens, num_before)
+        second_s *= costs.splits.slowness(now)
         both_s = max(first_s + lead * second_s, lead * first_s + second_s)
-        both_s *= costs.splits.slowness(now)
         handoff_s = costs.handoffs.cost_of(first, decode).predict(num_handed)
         expected = worker.add_prefill(num_tokens, now, 0, num_before)
-        shared = SharedPrompt(worker, num_tokens, num_before, expected, both_s + handoff_s)
-        return shared, both_s, handoff_s
+        return SharedPrompt(worker, num_tokens, num_before, expected, lead), both_s, handoff_s
 
     def note_report(self, worker: WorkerId, model: str, report: WorkerLoad | None) -> None:
         """A worker was asked for its load just now; None: it does not report it."""

@@ -77,8 +77,8 @@ def find_split(
         return None
     first_s = pair[0].prefill_cost.factor * line.predict(handed - cached, cached)
     second_s = pair[1].prefill_cost.factor * line.predict(num_tokens - handed, handed)
+    second_s *= costs.splits.slowness(request.at)
     both_s = np.maximum(first_s + lead * second_s, lead * first_s + second_s)
-    both_s *= costs.splits.slowness(request.at)
     queue_s = float(max(parts.queue_s[first], parts.queue_s[second]))
     handoff_s = taking.factor * taking.line.predict(handed - num_tokens + uncached[1])
     busy = min(MOST_SHARE, max(each.prefill_share(request.at) for each in pair))
