@@ -223,9 +223,10 @@ def test_a_bundle_has_the_metrics_of_workers_with_tls(watched: Watched, tmp_path
     for number in range(2):
         metrics = files[f"baton-bundle/gateway-0/workers/{number:03}-metrics.txt"]
         assert "baton_handoffs_total{" in metrics
-    trace = json.loads(files["baton-bundle/gateway-0/requests/000.json"])
-    assert trace["summary"]["transport"] == "shared"
-    assert trace["decode"]["stamps"]["kv_ready"] > 0
+    traces = [json.loads(text) for name, text in files.items() if "/requests/0" in name]
+    # On a busy machine one may have been computed by the decode worker after all.
+    handed = [trace for trace in traces if trace["summary"]["transport"] == "shared"]
+    assert handed[0]["decode"]["stamps"]["kv_ready"] > 0
     assert KEY.key.secret.hex() not in "".join(files.values())
 
 

@@ -92,7 +92,8 @@ def test_a_follow_up_turn_is_loaded_where_there_is_time(fleet: Fleet, tmp_path: 
     workers = [fleet.start_worker(name, "both", settings) for name in ("one", "two")]
     for worker in workers:
         worker.wait_ready()
-    gateway = fleet.start_gateway([], [], both=workers, settings={"router.policy": "cost"})
+    cost = {"router.policy": "cost", "router.options.cost.split_prompts": False}
+    gateway = fleet.start_gateway([], [], both=workers, settings=cost)
     talk = [{"role": "user", "content": f"a conversation. {SENTENCE * 30}"}]
     first, trace = chat(gateway, talk)
     busy = trace["gateway"]["peer"]
