@@ -30,7 +30,10 @@ ARMS = ("split", "whole")
 
 @dataclass(frozen=True)
 class Turn:
-    """What an arm gave under one load. `num_split`: its prompts that two workers computed."""
+    """What an arm gave under one load.
+
+    `num_split`: its prompts that two workers computed, those before the warm-up has ended, too.
+    """
 
     arm: str
     num_tokens: int
@@ -132,9 +135,9 @@ def print_table(turns: list[Turn]) -> None:
         pairs = list(zip(split, whole, strict=True))
         ttft = [one.ttft_p50_ms / other.ttft_p50_ms for one, other in pairs]
         rate = [one.output_tokens_per_s / other.output_tokens_per_s for one, other in pairs]
-        share = sum(t.num_split for t in split) / max(1, sum(t.num_requests for t in split))
+        num_split = sum(turn.num_split for turn in split)
         medians = [statistics.median(t.ttft_p50_ms for t in each) for each in (whole, split)]
-        print(f"| {load[0]} | {load[1]} | {share:.0%} | {medians[0]:.0f} | {medians[1]:.0f} "
+        print(f"| {load[0]} | {load[1]} | {num_split} | {medians[0]:.0f} | {medians[1]:.0f} "
               f"| {show(ttft)} | {show(rate)} |")  # fmt: skip
 
 
