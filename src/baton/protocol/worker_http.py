@@ -180,9 +180,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"control_urls must have {num_controls} entries")
 
 
-SHARED_UNIT: Final = 64
-"""Tokens: of a prompt that two workers share, the first one's part is a multiple of it."""
-MAX_SHARED_TOKENS: Final = 4096
+SPLIT_UNIT: Final = 64
+"""Tokens: of a prompt that is split between two workers, the first part is a multiple of it."""
+MAX_SPLIT_TOKENS: Final = 4096
 """A worker with `num_landing_layers` and no answers computes such a part in one step."""
 
 

@@ -121,7 +121,7 @@ class AnsweredRequest(Record, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class SharedPrompt:
+class FirstPart:
     """Tokens of a prompt that another worker computes first, at the same time (`Placement`).
 
     The second worker begins after `lead` of the first one's time, which is `took_s` once known.
@@ -155,10 +155,10 @@ class RunningRequest:
 
     `num_tokens` of its prompt are to be computed, `num_cached` are not, `num_handed` are to be
     handed over. Before that it `waited_s` in the gateway. `has_prefix`: the prompt's beginning
-    comes from another worker, so that what the rest takes is not seen; `shared` is what that one
-    computes of it. `has_load`: it comes from
-    the store, and the same holds. `predicted`: by the models, when it was placed. `prompt`: tokens
-    to compute and others when the request was placed first. `itl_s`: its target for the gaps
+    comes from another worker, so that what the rest takes is not seen; `first_part` is what that
+    one computes of it. `has_load`: it comes from the store, and the same holds. `predicted`: by the
+    models, when it was placed. `prompt`: tokens to compute and others when the request was placed
+    first. `itl_s`: its target for the gaps
     between tokens, see `limit_gaps`.
     """
 
@@ -176,7 +176,7 @@ class RunningRequest:
     waited_s: float = 0.0
     has_prefix: bool = False
     has_load: bool = False
-    shared: SharedPrompt | None = None
+    first_part: FirstPart | None = None
     itl_s: float | None = None
     _is_prefilled: bool = False
     _prefilled_at: float | None = None
@@ -192,8 +192,8 @@ class RunningRequest:
     def prefilled(self, done_at: float) -> None:
         """Its prefill worker has computed the prompt; the report of it may come later."""
         if self.has_prefix:
-            if self.shared is not None:
-                self.shared.done(self.began_at, max(done_at, self.began_at))
+            if self.first_part is not None:
+                self.first_part.done(self.began_at, max(done_at, self.began_at))
             return
         if self._prefilled_at is not None or (self._is_over and self._first_at is None):
             return
@@ -215,8 +215,8 @@ class RunningRequest:
         else:
             self._leave_queue(now)
             self._learn_handoff()
-            if self.shared is not None:
-                self._learn_split(self.shared, now)
+            if self.first_part is not None:
+                self._learn_split(self.first_part, now)
         self._seconds = self.decode.count_streams(+1, now)
 
     def end(
@@ -236,8 +236,8 @@ class RunningRequest:
             return
         if not self._is_prefilled:
             self.prefill.drop_prefill(self.num_tokens, self._expected, now)
-        if self.shared is not None:
-            self.shared.drop(now)
+        if self.first_part is not None:
+            self.first_part.drop(now)
         if self._first_at is not None:
             seconds = self.decode.count_streams(-1, now)
             if num_streamed >= MIN_STREAMED and now > self._first_at:
@@ -258,16 +258,16 @@ class RunningRequest:
             self._is_prefilled = True
             self.prefill.finish_prefill(self.num_tokens, self._expected, now)
 
-    def _learn_split(self, shared: SharedPrompt, now: float) -> None:
+    def _learn_split(self, first_part: FirstPart, now: float) -> None:
         """What the second worker took, where the first one was done before it.
 
         Where either had something else to do, that is not known.
         """
-        first_s = shared.took_s
-        is_alone = self.decode.num_requests == 1 and not shared.worker.num_requests
+        first_s = first_part.took_s
+        is_alone = self.decode.num_requests == 1 and not first_part.worker.num_requests
         if first_s is None or not is_alone or self.predicted.queue_s > 0.0:
             return
-        begins_at = self.began_at + shared.lead * first_s
+        begins_at = self.began_at + first_part.lead * first_s
         took_s, cost = now - begins_at, self.prefill.prefill_cost
         if took_s <= first_s:
             return
@@ -304,8 +304,8 @@ class RunningRequest:
         ttft_s = self.waited_s + first_at - self.began_at
         done_at = self._prefilled_at
         prefill_s = None if done_at is None else min(done_at, first_at) - self.began_at
-        num_shared = 0 if self.shared is None else self.shared.num_tokens
-        tokens = self.num_tokens + num_shared, self.num_cached - num_shared
+        num_first = 0 if self.first_part is None else self.first_part.num_tokens
+        tokens = self.num_tokens + num_first, self.num_cached - num_first
         self.costs.note_ended(
             EndedRequest(
                 now,
@@ -514,8 +514,8 @@ class FleetLoad:
         if prefill_view is not None and not is_prefix:
             prefill = self.of(prefill_view.id, prefill_view.model)
             cost = costs.handoffs.cost_of(prefill_view, decode_view)
-        num_stored, num_shared = placement.num_stored_tokens, placement.num_split_tokens
-        handed, shared = num_tokens if num_handed is None else num_handed, None
+        num_stored, num_first = placement.num_stored_tokens, placement.num_split_tokens
+        handed, first_part = num_tokens if num_handed is None else num_handed, None
         handoff_s = 0.0 if cost is None else cost.predict(handed)
         begins_at, most_running = max(now, prefill.free_at), costs.columns.most_running
         queue_s, decode_queue_s = begins_at - now, 0.0
@@ -527,7 +527,9 @@ class FleetLoad:
         load_s, prefill_s = expected[0] - done_at, done_at - begins_at
         if is_prefix and prefill_view is not None:
             rest = handed, prefill_s
-            shared, prefill_s, handoff_s = self._begin_prefix(placement, prefill_view, rest, now)
+            first_part, prefill_s, handoff_s = self._begin_prefix(
+                placement, prefill_view, rest, now
+            )
         if prefill is not decode and decode.num_decodes >= most_running[decode.row]:
             arrives_s = queue_s + load_s + prefill_s + handoff_s
             decode_queue_s = max(0.0, costs.place_s(decode, now) - arrives_s)
@@ -540,7 +542,7 @@ class FleetLoad:
         )
         decode.count_decodes(+1)
         if before is None:
-            costs.note_begun(now, num_tokens + num_shared + num_stored, num_cached - num_shared)
+            costs.note_begun(now, num_tokens + num_first + num_stored, num_cached - num_first)
         else:
             costs.arrivals.resume()
         return RunningRequest(
@@ -553,19 +555,19 @@ class FleetLoad:
             now,
             expected,
             predicted,
-            (num_tokens + num_shared, num_cached - num_shared + num_stored)
+            (num_tokens + num_first, num_cached - num_first + num_stored)
             if before is None
             else before.prompt,
             num_cached,
             waited_s,
             is_prefix,
             num_stored > 0,
-            shared,
+            first_part,
         )
 
     def _begin_prefix(
         self, placement: Placement, first: WorkerView, rest: tuple[int, float], now: float
-    ) -> tuple[SharedPrompt | None, float, float]:
+    ) -> tuple[FirstPart | None, float, float]:
         """What another worker computes of a prompt is given to it; prefill and handoff in seconds.
 
         `rest`: tokens to be handed over, and what computing the others takes.
@@ -582,7 +584,7 @@ class FleetLoad:
         both_s = max(first_s + lead * second_s, lead * first_s + second_s)
         handoff_s = costs.handoffs.cost_of(first, decode).predict(num_handed)
         expected = worker.add_prefill(num_tokens, now, 0, num_before)
-        return SharedPrompt(worker, num_tokens, num_before, expected, lead), both_s, handoff_s
+        return FirstPart(worker, num_tokens, num_before, expected, lead), both_s, handoff_s
 
     def note_report(self, worker: WorkerId, model: str, report: WorkerLoad | None) -> None:
         """A worker was asked for its load just now; None: it does not report it."""

@@ -1,4 +1,4 @@
-"""A long prompt shared out to two workers, which compute at the same time.
+"""A long prompt that is split between two workers, which compute at the same time.
 
 The first computes tokens `[0, k)` and hands over each layer's KV as it is computed; the second
 computes the tokens from `k` on, each layer as soon as it has that layer's KV, and answers. So it
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from baton.protocol.worker_http import MAX_SHARED_TOKENS, SHARED_UNIT
+from baton.protocol.worker_http import MAX_SPLIT_TOKENS, SPLIT_UNIT
 from baton.router.cost_parts import Prediction
 from baton.router.worker_activity import MOST_SHARE
 
@@ -98,7 +98,7 @@ def find_split(
 
 
 def _find_first(parts: Parts, second: int, has_device: NDArray[np.bool_]) -> int | None:
-    """The worker that can share a prompt with the one at `second`, and has least to do before.
+    """The worker that can take the first part, and has least to do before: `second` takes the rest.
 
     Not one on the same device, nor one of another kind: both take their part in one step.
     """
@@ -132,11 +132,11 @@ def _list_points(
     first, second = pair
     if second.num_decodes:
         return None
-    most = float(columns.step_tokens[first.row]) if first.num_decodes else MAX_SHARED_TOKENS
-    least = max(num_tokens - min(uncached) + SHARED_UNIT, num_tokens - MAX_SHARED_TOKENS)
+    most = float(columns.step_tokens[first.row]) if first.num_decodes else MAX_SPLIT_TOKENS
+    least = max(num_tokens - min(uncached) + SPLIT_UNIT, num_tokens - MAX_SPLIT_TOKENS)
     most = min(num_tokens - 2.0, num_tokens - uncached[0] + most)
-    begin, end = ceil(least / SHARED_UNIT), int(most / SHARED_UNIT)
+    begin, end = ceil(least / SPLIT_UNIT), int(most / SPLIT_UNIT)
     if end < begin:
         return None
     step = 1 + (end - begin) // MOST_TRIED
-    return SHARED_UNIT * np.arange(begin, end + 1, step, dtype=np.float64)
+    return SPLIT_UNIT * np.arange(begin, end + 1, step, dtype=np.float64)

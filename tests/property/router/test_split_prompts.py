@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.protocol.worker_http import MAX_SHARED_TOKENS, SHARED_UNIT, Role
+from baton.protocol.worker_http import MAX_SPLIT_TOKENS, SPLIT_UNIT, Role
 from baton.router.cost import CostOptions, CostPolicy
 from baton.router.explanation import explain
 from baton.router.fleet import Fleet
@@ -133,9 +133,9 @@ def check_split(fleet, request_, load, wanted):
         request_.num_prompt_tokens - request_.count_uncached(prefill.id),
     )
     assert request_.count_uncached(decode.id) >= LEAST_SPLIT
-    assert num_prefix % SHARED_UNIT == 0
+    assert num_prefix % SPLIT_UNIT == 0
     assert placement.num_split_tokens == num_prefix - cached > 0
-    assert 0 < num - num_prefix <= MAX_SHARED_TOKENS
+    assert 0 < num - num_prefix <= MAX_SPLIT_TOKENS
     activity = load.of(decode.id, "demo")
     assert activity.num_decodes == 0, "answers there would wait for layers"
     explained = explain(CostPolicy(wanted), fleet, request_, load)
@@ -178,8 +178,8 @@ def test_the_best_point_is_about_the_best_of_all(num_tokens, behind, seen):
         return
     costs = {
         num_prefix: naive_split(answer.prefill, answer.decode, request, load, wanted, num_prefix)
-        for num_prefix in range(SHARED_UNIT, MAX_SHARED_TOKENS + 1, SHARED_UNIT)
-        if 1 < num_tokens - num_prefix <= MAX_SHARED_TOKENS
+        for num_prefix in range(SPLIT_UNIT, MAX_SPLIT_TOKENS + 1, SPLIT_UNIT)
+        if 1 < num_tokens - num_prefix <= MAX_SPLIT_TOKENS
     }
     before = [load.of(each.id, "demo").queue_s(NOW) for each in workers]
     computing = costs[answer.num_prefix_tokens] - 128 * pace(load.of(answer.decode.id, "demo"), 1)

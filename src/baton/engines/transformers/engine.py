@@ -33,7 +33,7 @@ from baton.errors import (
 from baton.events.journal import CacheJournal
 from baton.kv.copies import count_blocks
 from baton.kv.pool import BlockPool
-from baton.protocol.worker_http import MAX_SHARED_TOKENS, SHARED_UNIT
+from baton.protocol.worker_http import MAX_SPLIT_TOKENS, SPLIT_UNIT
 from baton.transfer.region import allocate_shared_region, release_region
 
 if TYPE_CHECKING:
@@ -159,12 +159,12 @@ class TransformersEngine:
             loaded.shape, layout, num_blocks, loaded.model.device, allocate=allocate
         )
         min_handoff_tokens = options.min_handoff_tokens or options.block_size
-        # What gateways assume of those that share prompts: see `baton.router.split_prompts`.
-        shares = (
+        # What gateways assume of workers that split a prompt: see `baton.router.split_prompts`.
+        splits_prompts = (
             pages.lands_in_place
             and not builds_scores(loaded.model)
-            and SHARED_UNIT % options.block_size == 0
-            and min_handoff_tokens <= SHARED_UNIT
+            and SPLIT_UNIT % options.block_size == 0
+            and min_handoff_tokens <= SPLIT_UNIT
         )
         self.region, self.peer_mappings = pages.region, pages.peer_mappings
         self.info = EngineInfo(
@@ -178,7 +178,7 @@ class TransformersEngine:
             eos_token_ids=loaded.eos_token_ids,
             max_running=options.max_num_seqs,
             max_step_tokens=options.max_batch_tokens,
-            num_landing_layers=layout.num_layers if shares else 0,
+            num_landing_layers=layout.num_layers if splits_prompts else 0,
         )
         self._options, self._clock = options, clock
         self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)
@@ -201,7 +201,7 @@ class TransformersEngine:
                 min_handoff_tokens=min_handoff_tokens,
                 max_held_blocks=int(options.max_held_share * num_blocks),
                 max_kept_blocks=int(options.max_kept_share * num_blocks),
-                max_shared_tokens=MAX_SHARED_TOKENS if shares else 0,
+                max_split_tokens=MAX_SPLIT_TOKENS if splits_prompts else 0,
             ),
             layout.layers,
             self.journal,

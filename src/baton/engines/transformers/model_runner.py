@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MAX_LANDING_WAIT_S: Final = 1.0
-"""A step waits so long for layers that land, and with it the answers in it."""
+"""A step waits so long for layers that land; requests that come meanwhile wait for the step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ class Limits:
 
     Where fewer than `min_handoff_tokens` are missing they are computed, not received. Prompts that
     are to be pulled hold at most `max_held_blocks`, what is being kept in the store at most
-    `max_kept_blocks`. Of a prompt that is shared with another worker one step computes
-    `max_shared_tokens`, if they are more, where nothing else is computed.
+    `max_kept_blocks`. Of a prompt that is split between two workers one step computes
+    `max_split_tokens`, if they are more, where nothing else is computed.
     """
 
     max_batch_tokens: int
@@ -48,7 +48,7 @@ class Limits:
     min_handoff_tokens: int
     max_held_blocks: int
     max_kept_blocks: int = 0
-    max_shared_tokens: int = 0
+    max_split_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +220,12 @@ class Scheduler:  # noqa: PLR0904 - one for each thing that happens to a sequenc
     def _find_budget(self, sequence: Sequence, plan: Plan) -> int:
         """Tokens that a step may still compute of a sequence.
 
-        A part of a prompt that two workers share is one step where nothing waits for that: the
-        second worker follows the first, layer by layer, in the step in which that ends.
+        A part of a split prompt is one step where nothing waits for that: the second worker
+        follows the first, layer by layer, in the step in which that ends.
         """
-        is_shared = sequence.landing is not None or is_pushed_prefix(sequence)
-        if is_shared and not plan.work and all(each is sequence for each in self._running):
-            return max(self.limits.max_shared_tokens, self.limits.max_batch_tokens)
+        is_split = sequence.landing is not None or is_pushed_prefix(sequence)
+        if is_split and not plan.work and all(each is sequence for each in self._running):
+            return max(self.limits.max_split_tokens, self.limits.max_batch_tokens)
         return self.limits.max_batch_tokens - plan.num_tokens
 
     def advance(self, work: Work) -> None:

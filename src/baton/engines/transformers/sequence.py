@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LayerLateError(BatonError):
-    """A step waited for a layer that has not landed: its requests compute again, or wait."""
+    """A step waited for a layer that has not landed."""
 
 
 class Status(Enum):
@@ -344,7 +344,7 @@ def count_handed_over(sequence: Sequence) -> int:
 def is_computed_while_landing(sequence: Sequence) -> bool:
     """Whether tokens after those that are handed over can be computed meanwhile."""
     num_landing = count_handed_over(sequence)
-    # What lands and what is computed share no block; a single token is computed with all answers'.
+    # What lands and what is computed are in different blocks. A single token is no step of its own.
     is_apart = num_landing % sequence.block_size == 0
     return is_apart and sequence.num_prompt_tokens - num_landing > 1 and not sequence.is_standby
 

@@ -297,7 +297,7 @@ class SimProcess:
             min_handoff_tokens=MIN_HANDOFF_TOKENS,
             max_held_blocks=plan.num_blocks // 2,
             max_kept_blocks=plan.num_blocks // 4,
-            max_shared_tokens=24,
+            max_split_tokens=24,
         )
         self.scheduler = Scheduler(BlockPool(plan.num_blocks), limits, layout.layers)
         self._computer = SimComputer(self, port)
