@@ -184,8 +184,8 @@ def test_the_best_point_is_about_the_best_of_all(num_tokens, behind, seen):
     before = [load.of(each.id, "demo").queue_s(NOW) for each in workers]
     computing = costs[answer.num_prefix_tokens] - 128 * pace(load.of(answer.decode.id, "demo"), 1)
     best = min(costs.values()) - 128 * pace(load.of(answer.decode.id, "demo"), 1)
-    # Sixteen points are tried: each is at most a sixteenth of the prompt from the best one.
-    assert computing - max(before) <= 1.2 * (best - max(before)) + 0.01
+    # It is where both compute as long; what the handoff and other prompts take may move it a bit.
+    assert computing - max(before) <= 1.05 * (best - max(before)) + 0.002
     (why,) = [line for line in answer.why if line.startswith("chosen: ")]
     assert f"(split: the first computes up to token {answer.num_prefix_tokens})" in why
 
