@@ -19,7 +19,7 @@ from baton.testing.fleet import Fleet
 from tests.chaos.clients import ClientRequest, Prompts, ask
 from tests.chaos.conftest import ENGINE, GATEWAY, KEY, LONG, freeze, run
 from tests.chaos.process_state import find_trace, read_samples, until, until_mid_handoff
-from tests.integration.announcing import free_port
+from tests.free_ports import find_free_port
 from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ async def count(session: aiohttp.ClientSession, gateway: FleetProcess, name: str
 
 
 def test_the_old_life_of_a_worker_writes_nowhere(fleet: Fleet) -> None:
-    port = free_port()
+    port = find_free_port()
     announcing = PATIENT | {
         "worker.announce_to": [f"https://127.0.0.1:{port}"],
         "worker.announce_lease_s": LEASE_S,

@@ -13,7 +13,7 @@ from baton.testing.fleet import Fleet
 from tests.chaos.clients import ClientRequest, Prompts, Streaming, ask
 from tests.chaos.conftest import ENGINE, GATEWAY, KEY, freeze, run
 from tests.chaos.process_state import until
-from tests.integration.announcing import free_port
+from tests.free_ports import find_free_port
 from tests.preloaded import start_preloaded
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ async def read_sum(
 
 
 def test_a_stalled_worker_is_suspected_and_a_silent_one_is_given_up(tmp_path: Path) -> None:
-    port = free_port()
+    port = find_free_port()
     settings = ENGINE | {"worker.announce_to": [f"https://127.0.0.1:{port}"]}
     with Fleet(tmp_path, dict(os.environ, BATON_CLUSTER_KEY=KEY), start=start_preloaded) as fleet:
         workers = [fleet.start_worker(f"w{i}", "both", settings) for i in range(2)]

@@ -15,11 +15,11 @@ from baton.clock import MachineClock
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.ids import Epoch, WorkerId, new_epoch
-from baton.net.http_server import bind
 from baton.protocol.announcements import Announcement
 from baton.protocol.worker_http import Role
 from baton.worker.announcer import Announcer
 from baton.worker.fence import MembershipFence, Standing
+from tests.free_ports import find_free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -31,11 +31,6 @@ CLUSTER_KEY = ClusterKey(b"k" * 32)
 KEY = Credentials.of(CLUSTER_KEY)
 STATIC = (WorkerAddress("https://127.0.0.1:1", Role.BOTH),)
 LEASE_S = 2.0
-
-
-def free_port() -> int:
-    with contextlib.closing(bind("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -57,7 +52,7 @@ async def gateway(
     *peers: str, credentials: Credentials = KEY, port: int | None = None, tls: Tls = "control"
 ) -> AsyncGenerator[Gateway]:
     """A gateway's source `announced`, without the rest of a gateway."""
-    port = port or free_port()
+    port = port or find_free_port()
     options = GatewayOptions(
         addresses=STATIC,
         credentials=credentials,

@@ -23,13 +23,13 @@ from baton.protocol.announcements import ANNOUNCEMENTS_PATH, EXCHANGES_PATH, sea
 from baton.protocol.worker_http import Role
 from baton.worker.announcer import SupersededError
 from baton.worker.fence import Standing
+from tests.free_ports import find_free_port
 from tests.integration.announcing import (
     CLUSTER_KEY,
     KEY,
     LEASE_S,
     Gateway,
     Life,
-    free_port,
     gateway,
     life,
 )
@@ -81,7 +81,7 @@ def test_a_worker_is_known_while_it_announces_itself(silent_url: str) -> None:
 def test_one_that_ends_silently_is_known_to_be_gone(silent_url: str) -> None:
     async def scenario() -> None:
         async with gateway() as one:
-            refusing = [f"https://127.0.0.1:{free_port()}" for _ in range(2)]
+            refusing = [f"https://127.0.0.1:{find_free_port()}" for _ in range(2)]
             async with (
                 life("killed", refusing[0], one.url, takes_leave=False, lease_s=60.0) as killed,
                 life("vanished", refusing[1], one.url, takes_leave=False) as vanished,
@@ -131,7 +131,7 @@ def test_a_second_life_waits_and_the_first_is_superseded(silent_url: str) -> Non
 
 def test_a_worker_that_restarted_at_its_address_need_not_wait() -> None:
     async def scenario() -> None:
-        url = f"https://127.0.0.1:{free_port()}"  # refuses: the first life is gone
+        url = f"https://127.0.0.1:{find_free_port()}"  # refuses: the first life is gone
         async with gateway() as one:
             async with life("w", url, one.url, takes_leave=False, lease_s=60.0) as first:
                 await until_serving(first)

@@ -11,7 +11,8 @@ import pytest
 
 from baton.ids import WorkerId
 from baton.worker.announcer import SupersededError
-from tests.integration.announcing import free_port, gateway, life
+from tests.free_ports import find_free_port
+from tests.integration.announcing import gateway, life
 from tests.integration.gateway_cluster import until, until_true
 from tests.integration.test_worker_life import living, one_token, read_end, start_stream
 from tests.unit.worker.scripted_engine import EPOCH, ScriptedEngine
@@ -44,7 +45,7 @@ def run(scenario: Awaitable[None]) -> None:
 
 def test_a_worker_that_no_gateway_accepts_serves_nothing() -> None:
     async def scenario() -> None:
-        port = free_port()
+        port = find_free_port()
         at = f"https://127.0.0.1:{port}"
         engine = ScriptedEngine(one_token)
         async with (

@@ -6,7 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from baton.protocol.worker_http import Role
-from tests.integration.announcing import free_port, life
+from tests.free_ports import find_free_port
+from tests.integration.announcing import life
 from tests.integration.gateway_cluster import PROMPT, Cluster, run, until_true
 from tests.integration.scripted_worker import ScriptedWorker, never_answer, say_abc
 
@@ -23,7 +24,7 @@ def is_ready(cluster: Cluster) -> Callable[[], Awaitable[bool]]:
 
 
 def test_workers_that_announce_themselves_are_used_until_they_end() -> None:
-    port = free_port()
+    port = find_free_port()
     at = f"https://127.0.0.1:{port}"
 
     async def scenario(cluster: Cluster) -> None:
@@ -51,7 +52,7 @@ HEARTBEATS = 'baton_gateway_heartbeats_total{result="taken"}'
 
 
 def test_a_worker_whose_heartbeats_are_lost_but_that_answers_is_not_suspected() -> None:
-    port = free_port()
+    port = find_free_port()
     at = f"https://127.0.0.1:{port}"
 
     async def scenario(cluster: Cluster) -> None:
@@ -80,7 +81,7 @@ def test_a_worker_whose_heartbeats_are_lost_but_that_answers_is_not_suspected() 
 
 
 def test_requests_at_a_worker_whose_lease_has_lapsed_are_given_up_at_once() -> None:
-    port = free_port()
+    port = find_free_port()
     at = f"https://127.0.0.1:{port}"
 
     async def scenario(cluster: Cluster) -> None:

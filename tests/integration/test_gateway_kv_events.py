@@ -21,6 +21,7 @@ import pytest
 from baton.events.blocks import EntriesRemoved, EntriesStored, TiersListed, pack_names
 from baton.events.journal import CacheJournal
 from baton.ids import StoreId
+from tests.free_ports import find_free_port
 from tests.integration.gateway_cluster import Cluster, run, until, until_true, until_up
 from tests.integration.scripted_publisher import ScriptedPublisher, stored
 from tests.integration.scripted_vllm import ScriptedVllm, say_abc_as_vllm
@@ -278,16 +279,8 @@ def test_a_rejected_worker_is_no_longer_followed(ends, give_birth):
     run_with(publisher.source, scenario)
 
 
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
-        ]
-        return [s.getsockname()[1] for s in sockets]
-
-
 def test_a_publisher_on_every_interface_is_found_at_its_host(give_birth):
-    live, replay = free_ports(2)
+    live, replay = find_free_port(), find_free_port()
     publisher = give_birth(f"tcp://*:{live}", f"tcp://*:{replay}")
     publisher.publish(stored(1, 2))
 
@@ -309,7 +302,7 @@ async def until_problem(cluster: Cluster, part: str) -> None:
 
 
 def test_a_port_that_the_gateway_must_bind_is_waited_for_and_changes_hands(give_birth, caplog):
-    live, replay = free_ports(2)
+    live, replay = find_free_port(), find_free_port()
     publisher = give_birth(f"tcp://127.0.0.1:{live}", f"tcp://127.0.0.1:{replay}")
     publisher.publish(stored(1))
     holder = socket.create_server(("127.0.0.1", live))

@@ -18,8 +18,9 @@ import pytest
 from baton.cli.main import run as run_cli
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.net.http_server import bind, bind_shared
+from baton.net.http_server import bind_shared
 from baton.protocol.worker_http import Role
+from tests.free_ports import find_free_ports
 from tests.integration.gateway_cluster import STREAM, until, until_true
 from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and_wait, say_abc
 
@@ -76,24 +77,11 @@ class Gateways:
         return sum(float(ln.rsplit(" ", 1)[1]) for ln in lines if ln.startswith(line_start))
 
 
-def free_ports(num: int) -> int:
-    """The first of so many free ports in a row."""
-    while True:
-        with contextlib.ExitStack() as sockets:
-            first = sockets.enter_context(contextlib.closing(bind("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + num):
-                    sockets.enter_context(contextlib.closing(bind("127.0.0.1", port)))
-            except (ConfigError, OverflowError):
-                continue
-            return first
-
-
 async def start(
     worker: ScriptedWorker, port: int = 0, listeners: tuple[socket.socket, ...] = ()
 ) -> tuple[asyncio.subprocess.Process, int, int]:
     fds = tuple(each.fileno() for each in listeners)
-    management_port = free_ports(NUM_PROCESSES)
+    management_port = find_free_ports(NUM_PROCESSES)
     reading, writing = os.pipe()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, worker.url, str(NUM_PROCESSES), str(port),

@@ -11,7 +11,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.gateway.members.heartbeat_socket import BATCH, HeartbeatSocket
 from baton.protocol.heartbeats import HEARTBEAT_BYTES, MAX_RENEWAL_BYTES
-from tests.integration.announcing import free_port
+from tests.free_ports import find_free_port
 
 LENGTHS = (0, 1, HEARTBEAT_BYTES - 1, HEARTBEAT_BYTES, HEARTBEAT_BYTES + 1, MAX_RENEWAL_BYTES)
 
@@ -20,7 +20,7 @@ LENGTHS = (0, 1, HEARTBEAT_BYTES - 1, HEARTBEAT_BYTES, HEARTBEAT_BYTES + 1, MAX_
 def test_all_that_was_sent_is_read_with_its_sender(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
-        contextlib.closing(HeartbeatSocket(host, port := free_port())) as receiver,
+        contextlib.closing(HeartbeatSocket(host, port := find_free_port())) as receiver,
         socket.socket(family, socket.SOCK_DGRAM) as one,
         socket.socket(family, socket.SOCK_DGRAM) as two,
     ):
@@ -44,7 +44,7 @@ def test_all_that_was_sent_is_read_with_its_sender(host: str) -> None:
 
 def test_one_that_is_too_long_is_not_taken_for_a_shorter_one() -> None:
     with (
-        contextlib.closing(HeartbeatSocket("127.0.0.1", port := free_port())) as receiver,
+        contextlib.closing(HeartbeatSocket("127.0.0.1", port := find_free_port())) as receiver,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
     ):
         sender.sendto(bytes(4 * MAX_RENEWAL_BYTES), ("127.0.0.1", port))
@@ -55,7 +55,7 @@ def test_one_that_is_too_long_is_not_taken_for_a_shorter_one() -> None:
 
 def test_a_port_that_is_taken_is_an_error() -> None:
     with (
-        contextlib.closing(HeartbeatSocket("127.0.0.1", port := free_port())),
+        contextlib.closing(HeartbeatSocket("127.0.0.1", port := find_free_port())),
         pytest.raises(ConfigError, match=f"UDP port {port} of 127.0.0.1.*announce_port"),
     ):
         HeartbeatSocket("127.0.0.1", port)

@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import zmq
 
 from baton.events.blocks import AllBlocksCleared, BlockStored, Lost, Restarted
+from tests.free_ports import find_free_port
 from tests.integration.following_kv_events import Consumer, Life, wait_until
 from tests.preloaded import VLLM, PreloadedProcess
 
@@ -75,12 +75,6 @@ def closing():
 @pytest.fixture
 def give_birth(nursery, closing):
     return lambda *args, **options: closing(Life(nursery, *args, **options))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_events_arrive_once_and_in_order(ends, give_birth, closing):
@@ -300,7 +294,7 @@ def test_without_a_replay_endpoint_a_gap_is_a_loss(tmp_path, give_birth, closing
 
 
 def test_the_subscriber_binds_where_the_publisher_connects(give_birth, closing, nursery):
-    live, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    live, replay = (f"tcp://127.0.0.1:{find_free_port()}" for _ in range(2))
     consumer = closing(Consumer(live, replay, bind=True).start())
     old = Life(nursery, live, replay)
     old.publish(*chain(0, 5))

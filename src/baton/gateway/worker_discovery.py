@@ -126,8 +126,7 @@ class WorkerDiscovery:
                 return model
             case HTTPStatus.UNAUTHORIZED:
                 raise UnusableWorkerError(
-                    "it asks for an API key that is not this cluster's; start it without "
-                    "--api-key, or with the one that docs/vllm.md shows"
+                    "it asks for an API key that is not this cluster's; start it without --api-key"
                 )
             case _:
                 raise UpstreamError(

@@ -97,6 +97,12 @@ def test_encodings_of_entries_and_of_handoffs():
     assert options.handoff_error_budget is options.store.error_budget is None
 
 
+def test_staging_memory_is_by_the_device_unless_it_is_set():
+    for settings, expected in (((), None), (("handoff.staging_bytes=8589934592",), 8 << 30)):
+        transfer = json.loads(value_of(arguments(*settings), "--kv-transfer-config"))
+        assert read_options(transfer["kv_connector_extra_config"]).staging_bytes == expected
+
+
 def test_a_key_file_is_handed_on_by_name():
     transfer = json.loads(value_of(arguments("cluster.key_file=/k"), "--kv-transfer-config"))
     assert read_options(transfer["kv_connector_extra_config"]).key_file == "/k"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.config.sections import HandoffSection
 from baton.config.topology import find_worker_topology
 from baton.encodings.interface import RAW
 from baton.engines.vllm.options import ROLES, VllmOptions
@@ -135,6 +136,7 @@ def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> 
     if config.handoff.encoding != RAW or config.handoff.error_budget is not None:
         extra["handoff_encoding"] = config.handoff.encoding
         extra["handoff_error_budget"] = config.handoff.error_budget
+    if config.handoff.staging_bytes != HandoffSection().staging_bytes:  # else by the device
         extra["staging_bytes"] = config.handoff.staging_bytes
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file
