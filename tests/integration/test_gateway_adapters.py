@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tests.integration.gateway_cluster import PROMPT, Cluster, run, until_true
 from tests.integration.scripted_vllm import ScriptedVllm, offer, say_abc_as_vllm
 
@@ -105,3 +107,36 @@ def test_adapters_that_are_loaded_and_unloaded_later_are_noticed():
         assert (await ask(cluster))[0] == 404
 
     run(scenario, prefills=0, decodes=servers("decode", ()), probe_interval_s=0.01)
+
+
+def test_who_waits_for_an_adapter_that_is_gone_keeps_nobody_else_waiting():
+    """Its field needs a vLLM server, of which none has the adapter when the only one is back."""
+    with_field = {**SQL, "response_format": {"type": "json_object"}}
+
+    async def scenario(cluster: Cluster):
+        (server,) = cluster.decodes
+        server.health_status = 500
+
+        async def is_down() -> bool:
+            return await cluster.metric("baton_gateway_worker_up{") == 0
+
+        def are_waiting(num: int):
+            async def condition() -> bool:
+                return await cluster.metric("baton_gateway_waiting_requests") == num
+
+            return condition
+
+        await until_true(is_down)
+        for_adapter = asyncio.create_task(ask(cluster, with_field))
+        await until_true(are_waiting(1))
+        other = asyncio.create_task(ask(cluster, PROMPT))
+        await until_true(are_waiting(2))
+        server.adapters, server.health_status = (), 200
+        assert (await other)[0] == 200
+        status, error = await for_adapter
+        assert (status, error["error"]["code"]) == (503, "no_worker")
+
+    run(
+        scenario, prefills=0, decodes=servers("decode", ("sql",)), probe_interval_s=0.05,
+        wait_for_worker_s=3.0,
+    )  # fmt: skip

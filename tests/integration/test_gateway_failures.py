@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
+from typing import Any
 
 import pytest
 
+from baton.gateway.targets import Targets
 from baton.ids import new_epoch
 from baton.router.failover import LEAST_RETRIES, PER_SECOND
 from baton.router.health import APART_S, REQUESTS_TO_EJECT
@@ -23,6 +26,7 @@ from tests.integration.gateway_cluster import (
 )
 from tests.integration.scripted_worker import (
     MODEL,
+    ScriptedWorker,
     Visit,
     never_answer,
     one_token_and_wait,
@@ -757,3 +761,99 @@ def test_a_deadline_that_a_worker_reports_in_mid_stream_is_no_other_workers_chan
         assert await cluster.metric("baton_gateway_broken_streams_total" + cause) == 1
 
     run(scenario, decodes=2, request_timeout_s=0.9, first_byte_timeout_s=0.8)
+
+
+def test_a_workers_failure_that_is_no_json_is_an_error_of_the_gateway():
+    async def break_down(visit: Visit):
+        headers = [(b"content-type", b"text/plain")]
+        await visit.send({"type": "http.response.start", "status": 500, "headers": headers})
+        await visit.send({"type": "http.response.body", "body": b"Internal Server Error"})
+
+    async def scenario(cluster: Cluster):
+        cluster.decodes[0].script = break_down
+        async with cluster.post(PROMPT) as response:
+            assert response.status == 502
+            error = (await response.json())["error"]
+            assert error["code"] == "worker_failed"
+            assert "answered 500" in error["message"]
+
+    run(scenario)
+
+
+def test_a_long_prompt_is_not_too_long_while_its_worker_is_down():
+    long = json.dumps({**PROMPT, "prompt": "a" * 1_500_000}).encode()
+
+    def post(cluster: Cluster):
+        url = f"{cluster.url}/v1/completions"
+        return cluster.client.post(url, data=io.BytesIO(long), headers=JSON)
+
+    async def scenario(cluster: Cluster):
+        worker = cluster.decodes[0]
+        async with post(cluster) as response:
+            assert response.status == 200
+        worker.health_status = 500
+
+        async def is_down() -> bool:
+            return await cluster.metric("baton_gateway_worker_up{") == 0
+
+        await until_true(is_down)
+        async with post(cluster) as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["code"] == "no_worker"
+
+    long_context = ScriptedWorker("worker", "both", say_abc, max_context_tokens=1_600_000)
+    run(scenario, prefills=0, decodes=[long_context], probe_interval_s=0.05)
+
+
+def test_names_that_clients_invent_make_no_series_while_there_is_no_worker():
+    async def scenario(cluster: Cluster):
+        for number in range(3):
+            async with cluster.post({**PROMPT, "model": f"invented-{number}"}) as response:
+                assert response.status == 503
+        async with cluster.client.get(cluster.url + "/metrics") as response:
+            series = await response.text()
+        assert "invented" not in series
+        assert 'baton_gateway_target_misses_total{model="",objective="ttft"} 3.0' in series
+
+    away = ScriptedWorker("away", "both", say_abc)
+    away.health_status = 500
+    targets = {"*": Targets(ttft_s=1.0)}
+    run(scenario, prefills=0, decodes=[away], wait=False, wait_for_worker_s=0.01, targets=targets)
+
+
+class SlowToDescribe(ScriptedWorker):
+    """It answers `/baton/v1/info` once it may."""
+
+    may_answer: asyncio.Event
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/baton/v1/info":
+            await self.may_answer.wait()
+        await super().__call__(scope, receive, send)
+
+
+def test_a_model_is_waited_for_while_workers_are_asked_what_they_serve():
+    async def scenario(cluster: Cluster):
+        slow = cluster.decodes[1]
+        slow.may_answer = asyncio.Event()
+
+        async def is_one_up() -> bool:
+            return await cluster.metric("baton_gateway_worker_up{") == 1
+
+        await until_true(is_one_up)
+        async with cluster.post({**PROMPT, "model": "other"}) as response:
+            assert response.status == 503
+            error = (await response.json())["error"]
+            assert error["code"] == "no_worker"
+            assert slow.url in error["message"]
+        asking = asyncio.create_task(streamed(cluster, {**STREAM, "model": "other"}))
+        slow.may_answer.set()
+        assert (await asking).endswith("[DONE]\n\n")
+        async with cluster.post({**PROMPT, "model": "none"}) as response:
+            assert response.status == 404
+
+    workers = [
+        ScriptedWorker("first", "both", say_abc),
+        SlowToDescribe("slow", "both", say_abc, served_model_name="other"),
+    ]
+    run(scenario, prefills=0, decodes=workers, wait=False, wait_for_worker_s=1.0)

@@ -111,6 +111,27 @@ def keys(path: Path, **clients: dict[str, Any]) -> dict[str, str]:
     return {tenant: text for tenant, (text, _) in made.items()}
 
 
+def test_what_waits_for_each_model_is_what_an_autoscaler_reads():
+    gate = Gate()
+    models = ("first", "second")
+    workers = [
+        ScriptedWorker(f"of-{model}", "both", gate, served_model_name=model) for model in models
+    ]
+
+    async def scenario(cluster: Cluster) -> None:
+        asked = Asked(cluster)
+        for model in models:
+            for number in range(AT_ONCE + 3):
+                await asked.send(f"{model}-{number}", {**PROMPT, "model": model})
+        await until_true(is_queued(cluster, 6))
+        _, demand = await cluster.get_json("/debug/demand")
+        assert [each["num_waiting"] for each in demand["models"]] == [3, 3]
+        gate.open()
+        assert set((await asked.statuses()).values()) == {200}
+
+    run(scenario, prefills=0, decodes=workers, **ONE)
+
+
 def test_a_burst_waits_in_the_gateway_and_not_in_the_engine():
     gate, workers = gated()
 

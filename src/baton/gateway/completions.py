@@ -160,8 +160,10 @@ class Completions:
             self.num_inflight -= num_answers
 
     def _context_bytes(self) -> int:
-        lengths = self._services.workers.context_lengths().values()
-        return max(lengths, default=0) * self._services.options.max_body_bytes_per_token
+        """Of the longest context of a worker, whether it is up or not; none known: any length."""
+        options, infos = self._services.options, [w.info for w in self._services.workers.all]
+        known = [info.max_context_tokens for info in infos if info is not None]
+        return max(known) * options.max_body_bytes_per_token if known else options.max_body_bytes
 
     def _limit(self, client: Client) -> int:
         return max(1, int(self._services.options.max_inflight_requests * client.share))
@@ -233,7 +235,10 @@ class Completions:
             )
         context.metrics.duration.observe(now - context.received_at)
         if context.model_targets is not NO_TARGETS:
-            self._services.metrics.targets.ended(context, code, now)
+            # Without workers a model's name is whatever clients send.
+            is_known = context.model in self._services.workers.fleet.models
+            model = context.model if is_known else NO_MODEL
+            self._services.metrics.targets.ended(context, model, code, now)
         self._records.add(record)
         if self._services.audit is not None:
             self._services.audit.add(_audit(context, code, now, self._services.clock.unix_now()))

@@ -27,7 +27,8 @@ class DemandPage:
 
     def show(self) -> DemandReport:
         """All models that some worker serves."""
-        now, waiting = self._clock.now(), self._admission.queue.show(self._clock.now())
+        now = self._clock.now()
+        waiting = tuple(self._admission.queue.show(now))
         return DemandReport(
             self._epoch,
             tuple(

@@ -62,14 +62,13 @@ def find_serving(fleet: Fleet, body: CompletionBody) -> Fleet:
     Raises:
         InvalidRequestError: no worker of its model serves its fields.
     """
+    field = find_vllm_field(body)
+    # Of the whole model: that none has the adapter at present is no fault of the request.
+    if field is not None and "vllm" not in fleet.models[body.model].decode_protocols:
+        raise unsupported(field, body.fields[field])
     if body.adapter:
         fleet = fleet.with_adapter(body.model, body.adapter)
-    field = find_vllm_field(body)
-    if field is None:
-        return fleet
-    if "vllm" not in fleet.models[body.model].decode_protocols:
-        raise unsupported(field, body.fields[field])
-    return fleet.only(body.model, "vllm")
+    return fleet if field is None else fleet.only(body.model, "vllm")
 
 
 def find_sole_field(fleet: Fleet, body: CompletionBody) -> NonDisaggregableField | None:

@@ -41,6 +41,7 @@ from baton.gateway.response_forwarder import (
 )
 from baton.gateway.resumption import Resumption
 from baton.gateway.running_streams import REST_TOKENS, RunningStream
+from baton.gateway.workers import find_not_asked
 from baton.ids import WorkerId, new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER
 from baton.router.failover import EVERY_MODE, PREFILL_FIRST, Attempt, Failover, Failure
@@ -281,10 +282,19 @@ class RequestProxy:
         return placement
 
     async def _check_prompt(self) -> None:
-        """Refuse a prompt that is certainly too long; find who has how much of it cached."""
-        if not self._services.workers.fleet.models:
-            await self._wait(lambda fleet: bool(fleet.models))
-            body = self._body = find_base(self._services.workers, self._body)
+        """Refuse a prompt that is certainly too long; find who has how much of it cached.
+
+        A model that nobody serves is waited for while workers are asked what they serve.
+        """
+        workers, model = self._services.workers, self._body.model
+
+        def is_known(fleet: Fleet) -> bool:
+            is_served = model in fleet.models or model in fleet.adapters
+            return is_served or bool(fleet.models and not find_not_asked(workers.all))
+
+        if not is_known(workers.fleet):
+            await self._wait(is_known)
+            body = self._body = find_base(workers, self._body)
             self._context.model, self._context.adapter = body.model, body.adapter
         self._match = await find_prompt(self._services, self._body)
         if self._match is not None:

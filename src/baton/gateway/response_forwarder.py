@@ -28,6 +28,7 @@ from baton.gateway.errors import (
     WorkerFailedError,
     WorkerLostError,
     WorkerReportedError,
+    answer_for,
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.request_context import RequestContext, Services, note_error
@@ -305,18 +306,13 @@ class ResponseForwarder:
         if context.status is not None:
             raise UpstreamError(f"{self._decode.id} answered {response.status} to a second attempt")
         if response.status >= SERVER_ERROR:
-            raise WorkerFailedError(
-                f"{self._decode.id} answered {response.status}",
-                answer=ErrorAnswer(
-                    response.status, body, tuple(h for h in headers if h[0] != JSON[0])
-                ),
-            )
+            raise self._describe_failure(response.status, body, headers)
         is_error = response.status >= CLIENT_ERROR
         if self._decode.protocol == "vllm":
             body = client_error(response.status, body) if is_error else client_answer(body)
         if is_error:
             note_error(context.trace, read_error(body).message or f"{self._decode.id} refused it")
-        context.status, context.tail = response.status, body[-USAGE_BYTES:]
+        context.tail = body[-USAGE_BYTES:]
         first_at = None
         if (age_s := _read_age(response)) is not None:
             first_at = Instant(max(context.received_at, self._services.clock.now() - age_s))
@@ -327,7 +323,20 @@ class ResponseForwarder:
         if not is_error and b'"cached_tokens"' in body:
             body = await self._with_cached_tokens(body)
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
+        context.status = response.status  # not sooner: until here an error can still be sent
         await send_whole(self._send, response.status, body, (*headers, own))
+
+    def _describe_failure(
+        self, status: int, body: bytes, headers: tuple[Header, ...]
+    ) -> WorkerFailedError:
+        """The worker's own words, unless they are a page of a proxy, or a server's last ones."""
+        reason = f"{self._decode.id} answered {status}"
+        if read_error(body).message is None:
+            answer = answer_for(UpstreamError(reason))
+        else:
+            others = tuple(header for header in headers if header[0] != JSON[0])
+            answer = ErrorAnswer(status, body, others)
+        return WorkerFailedError(reason, answer=answer)
 
     async def _with_cached_tokens(self, body: bytes) -> bytes:
         """With those of its prefill worker, whose answer this one may have overtaken."""

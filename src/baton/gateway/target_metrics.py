@@ -46,15 +46,18 @@ class TargetMetrics:
         )
         self.totals: dict[tuple[str, str], TargetTotals] = {}
 
-    def ended(self, context: RequestContext, code: int, now: Instant) -> None:
-        """A request ended with this status. Refusals that are the client's fault do not count."""
+    def ended(self, context: RequestContext, model: str, code: int, now: Instant) -> None:
+        """A request ended with this status, and counts as one of `model`.
+
+        Refusals that are the client's fault do not count.
+        """
         has_failed = code >= SERVER_ERROR
         if not has_failed and code != OK:
             return
         for objective, target_s, seconds in _compare(context, now):
             if has_failed or seconds is not None:
                 is_missed = has_failed or (seconds is not None and seconds > target_s)
-                self._count((context.model, objective), target_s, is_missed=is_missed)
+                self._count((model, objective), target_s, is_missed=is_missed)
 
     def _count(self, key: tuple[str, str], target_s: float, *, is_missed: bool) -> None:
         totals = self.totals.setdefault(key, TargetTotals(target_s))

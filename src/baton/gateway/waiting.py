@@ -46,7 +46,7 @@ class WaitingRequests:
     async def wait(self, is_served: Callable[[Fleet], bool], until: Instant) -> str | None:
         """Return once `is_served` holds of the fleet; else why it is not waited for any longer.
 
-        `is_served` does not raise.
+        What `is_served` raises, this does.
         """
         left_s = until - self._clock.now()
         if left_s <= 0:
@@ -75,6 +75,12 @@ class WaitingRequests:
         return f"none came within {self._wait_s:g} s" if self._wait_s else "requests do not wait"
 
     def _wake(self, fleet: Fleet) -> None:
+        """One that cannot be asked ends its own request, and keeps no other one waiting."""
         for waiter, is_served in self._waiting.items():
-            if not waiter.done() and is_served(fleet):
-                waiter.set_result(None)
+            if waiter.done():
+                continue
+            try:
+                if is_served(fleet):
+                    waiter.set_result(None)
+            except Exception as exc:  # noqa: BLE001 - whoever waits raises it
+                waiter.set_exception(exc)

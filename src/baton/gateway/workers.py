@@ -96,6 +96,10 @@ class Pending:
     reason: str
 
 
+NOT_ASKED: Final = Pending("not asked yet")
+"""Until the first probe has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Up:
     """It answers."""
@@ -162,7 +166,7 @@ class Worker:
         self.completion_urls = {
             path: self.url.with_path(path) for path in ("/v1/chat/completions", "/v1/completions")
         }
-        self.state: WorkerState = Pending("not asked yet")
+        self.state: WorkerState = NOT_ASKED
         self.load: WorkerLoad | None = None
         self.adapters: frozenset[str] = frozenset()
         self.why_no_handoffs: str | None = None
@@ -248,6 +252,11 @@ class Worker:
         return f"{self.address.role} worker {self.name}"
 
 
+def find_not_asked(workers: Iterable[Worker]) -> list[Worker]:
+    """Those that may answer, and of which nothing is known yet: the first probe is under way."""
+    return [w for w in workers if w.state is NOT_ASKED and w.address.role is not Role.PREFILL]
+
+
 class Workers:
     """All workers that the operator or a source lists, and those that leave.
 
@@ -292,6 +301,11 @@ class Workers:
         if not self.fleet.models:
             waiting = ", ".join([*map(str, self.all), *self.explain_sources()])
             return NoWorkerError(f"no worker has come up yet; waiting for: {waiting}")
+        if not_asked := find_not_asked(self.all):
+            waiting = ", ".join(map(str, not_asked))
+            return NoWorkerError(
+                f"no worker of the model {model!r} is known yet; asking: {waiting}"
+            )
         served = ", ".join(map(repr, [*sorted(self.fleet.models), *sorted(self.fleet.adapters)]))
         return ModelNotFoundError(
             f"the model {model!r} is not served here; served: {served}", param="model"

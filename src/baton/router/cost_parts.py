@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 BEYOND: Final = 10.0
 """What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
+MOST_GAPS: Final = 3.0
+"""Times its target that a gap counts at most. An answer is not lost twice: one with a target that
+no worker keeps would keep all prompts away from its own."""
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
 Number = TypeVar("Number", "float", "NDArray[np.float64]")
@@ -353,14 +356,16 @@ def _weigh_gaps(
     `times_s`: of a step without prompts, as it is and with one answer more; the share of a worker's
     time that prompts took in `WINDOW_S`, and the seconds of this one. In a gap there is besides a
     step the piece of a prompt that is computed in it: as many tokens as a step has at most, and no
-    more than all those prompts. What is beyond a limit counts `BEYOND` times; all answers at a
-    worker that have a limit are taken to have the least.
+    more than all those prompts. What is beyond a limit counts `BEYOND` times, up to `MOST_GAPS` of
+    it; all answers at a worker that have a limit are taken to have the least, or a step's time if
+    that is longer.
     """
     rows, columns, (before_s, after_s, share, own_s) = usable.rows, costs.columns, times_s
     are_limited = request.itl_s is not None or columns.num_limited_of_all
     if options.objective == "throughput" or not are_limited:
         return None, 0.0, 0.0
     num_limited, limit_s = columns.num_limited[rows], columns.gap_limit_s[rows]
+    limit_s = np.maximum(limit_s, before_s)
     lately_s = WINDOW_S * np.minimum(1.0, share)
     piece_s = costs.prefill.factors(columns.prefill_evidence[:, rows])
     step_tokens = columns.step_tokens[rows]
@@ -382,7 +387,8 @@ def _weigh_gaps(
 def _count_beyond(
     gap_s: NDArray[np.float64], limit_s: NDArray[np.float64] | float
 ) -> NDArray[np.float64]:
-    counted: NDArray[np.float64] = BEYOND * np.maximum(0.0, gap_s / limit_s - 1.0)
+    times = np.minimum(gap_s / limit_s, MOST_GAPS)
+    counted: NDArray[np.float64] = BEYOND * np.maximum(0.0, times - 1.0)
     return counted
 
 

@@ -252,6 +252,7 @@ class WorkerCost:
     log: float = 0.0
     doubt: float = DOUBT * FIRST_SPREAD
     _spread: float = FIRST_SPREAD
+    _has_left: bool = False
 
     @property
     def evidence(self) -> tuple[float, float, float]:
@@ -280,7 +281,9 @@ class WorkerCost:
         return self.factor * (line.fixed + line.each * size)  # as above: no further calls
 
     def observe(self, size: float, seconds: float, before: float = 0.0) -> None:
-        """So much took so long."""
+        """So much took so long. Of a worker that has left it counts for nothing."""
+        if self._has_left:
+            return
         seconds, line = max(seconds, 1e-6), self.line
         factor = self.factor
         predicted = max(factor * line.predict(size, before), 1e-6)
@@ -304,7 +307,7 @@ class WorkerCost:
 
     def leave(self) -> None:
         """Its worker is gone, and counts no more in the mean of the line's workers."""
-        line = self.line
+        line, self._has_left = self.line, True
         if self.num_seen:
             line.num_workers -= 1
             line.sum_of_logs = line.sum_of_logs - self.log if line.num_workers else 0.0

@@ -128,8 +128,12 @@ def pace(activity, more, more_share=0.0):
     return activity.step_cost.predict(activity.num_decodes + more) / (1 - share)
 
 
+def step(activity):
+    return activity.step_cost.predict(activity.num_decodes)
+
+
 def beyond(gap_s, limit_s):
-    return 10 * max(0.0, gap_s / limit_s - 1)
+    return 10 * max(0.0, min(3.0, gap_s / limit_s) - 1)
 
 
 def gap(activity, worker, more, prefill_s=0.0, *, counts_lately=True):
@@ -159,12 +163,13 @@ def naive_gaps(computing, decode, request_, prefill_s, limits, *, is_divided):
     at_first, at_second = limits.get(computing[1].id), limits.get(decode[1].id)
     cost = 0.0 if request_.itl_s is None else beyond(after, request_.itl_s)
     if at_second:
-        cost += len(at_second) * (beyond(after, min(at_second)) - beyond(usual, min(at_second)))
+        least = max(min(at_second), step(decode[0]))
+        cost += len(at_second) * (beyond(after, least) - beyond(usual, least))
     if at_first:
         usual, stalled = (
             gap(*computing, 0, more_s, counts_lately=not is_divided) for more_s in (0.0, prefill_s)
         )
-        least = min(at_first)
+        least = max(min(at_first), step(computing[0]))
         return cost, len(at_first) * (beyond(stalled, least) - beyond(usual, least))
     return cost, 0.0
 
@@ -574,6 +579,18 @@ def test_a_prompt_keeps_away_from_answers_whose_gaps_it_would_make_too_long(
     assert placed(policy, [answers, busy], load, num_tokens=4000).decode.id == chosen
     running.end(NOW)
     assert placed(policy, [answers, busy], load, num_tokens=4000).decode is answers
+
+
+def test_a_target_that_nobody_can_keep_takes_no_worker_from_the_others():
+    load, workers = FleetLoad(), [view("limited"), view("other")]
+    running = load.begin(Placement(None, workers[0]), 1, NOW - 100)
+    running.limit_gaps(1e-6)
+    running.first_token(NOW - 99.9)
+    policy = CostPolicy(CostOptions())
+    for _ in range(120):
+        load.begin(placed(policy, workers, load, num_tokens=2000), 2000, NOW)
+    queues = [load.of(worker.id, "demo").queue_s(NOW) for worker in workers]
+    assert max(queues) < 8 * CostOptions().ttft_s + min(queues)
 
 
 @pytest.mark.parametrize(("itl_s", "chosen"), [(None, "prompts"), (0.05, "answers")])

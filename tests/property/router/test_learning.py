@@ -181,3 +181,15 @@ def test_policies_read_the_same_factors_as_workers_have(seen):
         workers[at].observe(size, took_s)
     found = shared.factors(np.array([each.evidence for each in workers]).T)
     assert found == pytest.approx([each.factor for each in workers])
+
+
+def test_what_a_worker_that_has_left_reports_late_counts_for_nothing():
+    line = LearnedLine((0.01, 1e-4))
+    stays, left = WorkerCost(line), WorkerCost(line)
+    for cost in (stays, left):
+        cost.observe(1000, 0.2)
+    left.leave()
+    before = (line.num_workers, line.num_seen, line.sum_of_logs, line.fixed, line.each)
+    left.observe(1000, 5.0)
+    assert (line.num_workers, line.num_seen, line.sum_of_logs, line.fixed, line.each) == before
+    assert line.num_workers == 1

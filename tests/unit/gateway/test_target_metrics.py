@@ -43,7 +43,7 @@ def ended(
     context.open_token_gaps().extend(gaps_s)
     for targets in (wanted, NO_TARGETS):
         context.model_targets = targets
-        counted.ended(context, code, Instant(100.0 + lasted_s))
+        counted.ended(context, context.model, code, Instant(100.0 + lasted_s))
     for (model, objective), each in counted.totals.items():
         labels = {"model": model, "objective": objective}
         for name, value in (("requests", each.num), ("misses", each.num_missed)):

@@ -195,6 +195,8 @@ def test_a_change_is_logged_once(workers, caplog):
 def test_what_clients_are_told_about_an_unknown_model(workers):
     assert isinstance(workers.why_not_served("x"), NoWorkerError)
     workers.register(workers.all[1], info())
+    assert isinstance(workers.why_not_served("x"), NoWorkerError), "the other one may serve it"
+    workers.lose(workers.all[2], "refused")
     error = workers.why_not_served("x")
     assert isinstance(error, ModelNotFoundError)
     assert "'demo'" in str(error)
