@@ -171,6 +171,17 @@ class ServerFaultContract(SharedTierContract):
             assert read(tier, "a") is None
             assert scan(tier).num_damaged == 1
 
+    def test_an_entry_that_is_too_large_for_this_reader_is_anothers(self, tmp_path: Path) -> None:
+        """As while workers are restarted with another `max_entry_bytes`."""
+        with self.opened(tmp_path) as tier:
+            put(tier, "a")
+            with closing(self.open_remote(tmp_path, max_entry_bytes=BODY_BYTES - 1)) as small:
+                assert read(small, "a") is None
+                with pytest.raises(StoreError, match="max_entry_bytes"):
+                    small.is_whole(name_of("a"))
+                assert scan(small).num_damaged == 0
+            assert read(tier, "a") == body_of("a")
+
     def test_bytes_of_another_are_a_miss(self, tmp_path: Path) -> None:
         """Another entry of this cluster, and one made without the key."""
         with self.opened(tmp_path) as tier:

@@ -182,3 +182,20 @@ def test_in_host_no_more_than_is_needed_makes_room_where_a_tenant_may_hold_all()
     for i in range(3 * NUM_ENTRIES):
         put(tier, QUIET, f"entry {i}")
         assert held(tier, QUIET) == min(i + 1, NUM_ENTRIES)
+
+
+def test_a_tenant_may_pin_half_of_what_it_may_hold(place: Place) -> None:
+    """Else none of its next entries would find room, however many others went."""
+    with place.opened(NUM_ENTRIES, tenant_share=0.1) as tier:
+        for i in range(4):
+            put(tier, LOUD, f"loud {i}")
+        for i in range(2):
+            assert tier.pin(name_of(f"loud {i}"))
+        with pytest.raises(StoreFullError, match="of one tenant"):
+            tier.pin(name_of("loud 2"))
+        put(tier, QUIET, "quiet")
+        assert tier.pin(name_of("quiet")), "another tenant's"
+        for i in range(4, 20):
+            put(tier, LOUD, f"loud {i}")
+        assert held(tier, LOUD) <= 4
+        assert tier.find([name_of("loud 0"), name_of("loud 1"), name_of("loud 19")]) == 3

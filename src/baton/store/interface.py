@@ -276,10 +276,15 @@ class ServerPlace(Protocol):
         """Whether only the server's own process puts entries there, and keeps account of them."""
         ...
 
-    def check_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
+    def is_available(self) -> bool:
+        """Whether it is asked now: not after a failure, until it has answered again."""
+        ...
+
+    def check_each(self, names: Sequence[EntryName]) -> Sequence[bool] | None:
         """Which names are there. They will not be read next: none is fetched ahead.
 
         Where each look costs money, those beyond the first miss may be reported as missing, too.
+        None: it is not known, because the server is not asked now, or has not answered in time.
         """
         ...
 

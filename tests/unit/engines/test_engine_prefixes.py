@@ -266,6 +266,36 @@ def test_what_there_is_no_room_to_keep_is_counted(it):
     assert it.store.num_dropped_tokens == NUM_TOKENS
 
 
+def test_a_store_that_does_not_answer_is_given_nothing_to_keep():
+    """Its orders, and the token ids in them, would pile up for as long as it hangs."""
+    it, kept = Setting(), []
+    it.prefixes._kept = KeptBlocks(it.pool, 16)
+    it.store.start_keep = kept.append
+    hashes = compute_block_hashes(HashDomain("f", "", 16), make_prompt(NUM_TOKENS))
+    for block, known in zip(it.pool.try_allocate(len(hashes)), hashes, strict=True):
+        it.pool.publish(block, known)
+    sequence = SimpleNamespace(
+        load_id=None,
+        ticket=None,
+        kind=Colocated(),
+        block_size=16,
+        num_computed=NUM_TOKENS,
+        num_cached_tokens=0,
+        hashes=lambda _: hashes,
+        request=SimpleNamespace(tenant_salt=""),
+        token_ids=lambda first, stop: make_prompt(stop)[first:],
+    )
+    order = it.look_up()
+    it.clock.advance(LOAD_TIMEOUT_S)
+    assert it.prefixes.take_late() == [order]
+    it.prefixes.leave(sequence)
+    assert not kept
+    assert it.store.num_dropped_tokens == NUM_TOKENS
+    it.prefixes.find(PrefixFound(order, 0, 3.0))
+    it.prefixes.leave(sequence)
+    assert len(kept) == 1
+
+
 def test_of_a_prompt_that_is_more_than_may_be_held_the_beginning_is_kept() -> None:
     pool, unit = BlockPool(16), 32
     hashes = compute_block_hashes(HashDomain("f", "", 16), make_prompt(NUM_TOKENS))

@@ -179,6 +179,19 @@ def near_fixture(admission: Admission, clock: ManualClock, pool: Pool) -> NearRa
     return near
 
 
+@pytest.mark.parametrize(("found", "released"), [((16, 4), ("r",)), ((4, 4), None)])
+def test_ranks_forget_what_they_found_where_another_has_nothing(
+    stored: Admission, found: tuple[int, int], released: tuple[str, ...] | None
+) -> None:
+    asked = asking()
+    assert stored.count_missing(asked, 4) is None
+    assert plan(stored) is not None
+    report(stored, found=tuple(("r", num_tokens) for num_tokens in found))
+    assert stored.count_missing(asked, 4) == 0
+    orders = plan(stored)
+    assert (None if orders is None else orders.released) == released
+
+
 def test_a_rank_on_this_thread_is_asked_without_a_step(
     admission: Admission, near: NearRank
 ) -> None:

@@ -201,7 +201,9 @@ def test_what_is_reported_is_looked_at_while_loads_go_on() -> None:
     """Each quarter of a second; not before a load that is quicker."""
     it = Setting()
     it.store.name_parts, looks = None, []
-    it.prefixes.access.journal = SimpleNamespace(step=lambda _: looks.append(it.clock.now()))
+    it.prefixes.access.journal = SimpleNamespace(
+        step=lambda _: looks.append(it.clock.now()), reports=lambda _: True
+    )
     it.load(1)
     it.run()
     assert len(looks) == 1, "after it"
@@ -336,3 +338,39 @@ def test_memory_for_what_is_read_is_bounded() -> None:
     assert it.prefixes.counts.num_unused == 1
     assert it.put_in_blocks(0) == 0
     assert it.read(4).is_read
+
+
+class Journal:
+    """In place of a `StoreJournal`: what it was told."""
+
+    def __init__(self) -> None:
+        self.reported: set[bytes] = set()
+        self.calls: list[tuple[int, int, str]] = []
+
+    def step(self, _: object) -> float:
+        return 1.0
+
+    def reports(self, segment: TokenSegment) -> bool:
+        return segment.block_hash in self.reported
+
+    def note_missing(self, segment: TokenSegment) -> None:
+        self.reported.discard(segment.block_hash)
+
+    def add_present(self, segments, token_ids, salt, name_parts) -> None:
+        assert len(token_ids) >= segments[-1].stop
+        self.reported |= {segment.block_hash for segment in segments}
+        self.calls.append((segments[0].start, segments[-1].stop, salt))
+
+
+def test_what_a_lookup_finds_and_nobody_has_reported_is_reported_once():
+    """As after a restart of this worker, over a tier that outlives it."""
+    it, journal = Setting(), Journal()
+    it.prefixes.access.journal = journal
+    it.store.name_parts = None
+    it.look_up(1, start=SIZE)
+    assert not journal.calls, "not while the lookup waits"
+    assert it.prefixes.step() == 1.0
+    assert journal.calls == [(SIZE, NUM_ENTRIES * SIZE, "")]
+    it.look_up(1, start=SIZE)
+    it.prefixes.step()
+    assert len(journal.calls) == 1

@@ -50,14 +50,20 @@ class Server:
     context: TierContext
     is_billed: bool = False
     is_read_only: bool = False
+    is_away: bool = False
     num_checked: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.inner = TIERS.build("host", {})(self.context)
 
+    def is_available(self):
+        return not self.is_away
+
     def check_each(self, names):
         """As an object store does: beyond the first that is missing none is looked for."""
         self.num_checked.append(len(names))
+        if self.is_away:
+            return None
         if not self.is_billed:
             return [bool(self.inner.find((name,))) for name in names]
         found = self.inner.find(names)
@@ -300,6 +306,38 @@ def test_each_tier_is_reported_as_itself():
         first: names_of(long) - names_of(long, 1, 3),
         below: everywhere - names_of(long, 0, 2),
     }
+
+
+@pytest.mark.parametrize("is_billed", [False, True])
+def test_a_server_that_does_not_answer_keeps_what_was_reported_of_it(is_billed):
+    clock = ManualClock()
+    own = TIERS.build("host", {})(make_context(clock))
+    server = Server(make_context(clock), is_billed=is_billed)
+    one = Worker(combine(own, server), clock)
+    first, below = one.tiers
+    ids, in_both = np.arange(3 * SIZE, dtype=np.int32), np.arange(1000, 1008, dtype=np.int32)
+    segments = one.keep(ids, tier=server.inner)
+    one.keep(in_both)
+    one.keep(in_both, tier=server.inner)
+    clock.advance(BILLED_WAIT_S)
+    one.look()
+    reported = {first: names_of(in_both), below: names_of(ids) | names_of(in_both)}
+    assert one.reported() == reported
+    server.is_away = True
+    for _ in range(3):
+        clock.advance(BILLED_WAIT_S)
+        one.look()
+    assert server.num_checked.count(len(segments) + 2) >= 2, "it was not looked for"
+    one.journal.note_missing(segments[0])  # nothing was found while it is away
+    assert one.reported() == reported
+    server.is_away = False
+    server.inner.discard(FORMAT.name(segments[1].block_hash, 0))
+    clock.advance(BILLED_WAIT_S)
+    one.look()
+    if not is_billed:  # there, those beyond the first that is missing count as missing
+        assert one.reported()[below] == reported[below] - names_of(ids, 1, 2)
+    one.journal.note_missing(segments[2])
+    assert not names_of(ids, 2) & one.reported()[below]
 
 
 def test_another_process_that_comes_in_a_places_stead_has_none_of_its_entries():

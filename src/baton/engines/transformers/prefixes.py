@@ -192,6 +192,9 @@ class EnginePrefixes:
         ticket = sequence.ticket
         if isinstance(sequence.kind, PrefillRequest) and ticket and ticket.mode == "pool":
             return
+        if self._late:  # orders would pile up at a store that does not answer
+            self._store.drop(sequence.num_computed - sequence.num_cached_tokens)
+            return
         order = self._kept.hold(sequence, self._store.block_size)
         if order is not None:
             self._store.start_keep(order)

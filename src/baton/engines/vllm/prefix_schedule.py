@@ -40,8 +40,8 @@ TOKEN_BYTES: Final = 4
 class Asked:
     """The ranks look for it; `num_found` is the least that those have which answered.
 
-    `num_read` of these have it in memory. `at`: since when the request waits for nothing else;
-    None: it waits in vLLM's queue.
+    `is_found`: one of them has something. `num_read` of these have it in memory. `at`: since when
+    the request waits for nothing else; None: it waits in vLLM's queue.
     """
 
     lookup: LookUp
@@ -49,6 +49,7 @@ class Asked:
     num_found: int
     num_answers: int = 0
     num_read: int = 0
+    is_found: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,7 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         if isinstance(state, Asked):
             state.num_answers += 1
             state.num_found = min(state.num_found, num_tokens)
+            state.is_found |= num_tokens > state.lookup.start
             if state.num_answers == self._num_ranks:
                 self._under_way.discard(request)
                 self._ahead.discard(request)
@@ -341,7 +343,9 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         is_read = asked.num_found < num_tokens and asked.num_read == self._num_ranks
         found = Found(lookup, max(lookup.start, asked.num_found), waited_s, is_read)
         self._states[lookup.request] = found
-        if asked.num_read and not is_read:
+        # Who has found what others lack remembers it.
+        is_in_vain = asked.is_found and found.stop == lookup.start
+        if is_in_vain or (asked.num_read and not is_read):
             self._orders().released.append(lookup.request)
         start = max(lookup.start, num_cached_tokens)
         if start < num_tokens and waited_s < LOAD_TIMEOUT_S:

@@ -18,7 +18,7 @@ left that could fail or be waited for, and the engine's thread copies it into bl
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -33,6 +33,7 @@ from baton.handoff.pool_mode.load_costs import LoadCosts, TierTime, TierTokens, 
 from baton.handoff.pool_mode.store_access import note_store_encoding
 from baton.handoff.read_prefixes import ReadOrder
 from baton.kv.identity import HashDomain, adapt_fingerprint
+from baton.kv.prefix_names import salt_of_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -142,6 +143,9 @@ class StoredPrefixes:
     costs: LoadCosts = field(default_factory=LoadCosts)
     steps: EngineSteps = field(default_factory=EngineSteps)
     _found: OrderedDict[TicketId, FoundPrefix] = field(default_factory=OrderedDict)
+    _unreported: deque[tuple[LookupOrder, Sequence[TokenSegment]]] = field(
+        default_factory=partial(deque, maxlen=MAX_FOUND)
+    )
     _read: dict[TicketId, ReadBatch] = field(default_factory=dict)
     """The pool's thread adds to it, the engine's takes out."""
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
@@ -239,9 +243,17 @@ class StoredPrefixes:
         return min((each for each in waits if each is not None), default=None)
 
     def _check_reported(self) -> float | None:
+        """Look at what is reported, and report what lookups have found: not while they wait."""
         journal = self.access.journal
+        if journal is None:
+            return None
         try:
-            return None if journal is None else journal.step(self._writer.name_parts)
+            if self._unreported:
+                order, found = self._unreported.popleft()
+                adapter = "" if order.adapter is None else order.adapter.name
+                salt = salt_of_adapter(order.tenant_salt, adapter)
+                journal.add_present(found, order.prompt_ids, salt, self._writer.name_parts)
+            return journal.step(self._writer.name_parts) if not self._unreported else 0.0
         except Exception as exc:  # noqa: BLE001 - a broken store must not end this thread
             _log(exc)
             return ERROR_PAUSE_S
@@ -328,9 +340,11 @@ class StoredPrefixes:
         wanted = [segment for segment in self._hash(order) if segment.stop > order.start]
         runs = self._writer.find_tiers(wanted)
         num_found = sum(run.num for run in runs)
-        if self.access.journal is not None:
+        if (journal := self.access.journal) is not None:
             for missing in wanted[num_found : num_found + 1]:
-                self.access.journal.note_missing(missing)
+                journal.note_missing(missing)
+            if num_found and not journal.reports(wanted[num_found - 1]):
+                self._unreported.append((order, wanted[:num_found]))
         if not num_found:
             self.counts.num_missing += 1
             return NOTHING

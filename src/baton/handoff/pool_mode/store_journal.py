@@ -5,8 +5,9 @@
 Any process may evict an entry, and none reports that: names of entries do not show their tokens. So
 each worker looks again and again for the entries that it has reported itself, all of them within
 `ROUND_S` where that takes at most `BUSY_SHARE` of its thread's time; in a place where looking costs
-money for a batch in `BILLED_WAIT_S`. What a restarted worker does not report is reported again when
-a request finds it.
+money for a batch in `BILLED_WAIT_S`. A server that does not answer keeps what was reported of it:
+its entries are there still when it is back. What a restarted worker does not report is reported
+again when a request finds it.
 """
 
 from __future__ import annotations
@@ -108,10 +109,14 @@ class StoreJournal:
         while len(self._entries) > MAX_REPORTED:
             self._forget([self._entries.oldest])
 
+    def reports(self, segment: TokenSegment) -> bool:
+        """Whether this block is reported in some place."""
+        return self._entries.find(segment.block_hash) != NO_ROW
+
     def note_missing(self, segment: TokenSegment) -> None:
-        """The store was asked for it, and does not have it any more."""
+        """The store was asked for it, and does not have it any more, unless a server is away."""
         row = self._entries.find(segment.block_hash)
-        if row != NO_ROW:
+        if row != NO_ROW and not any(place.is_away for place in self.places):
             self._forget([row])
 
     def step(self, name_parts: NameParts) -> float:
@@ -157,25 +162,29 @@ class StoreJournal:
         """Look for some entries in each place, and report what has changed.
 
         What is in no other place counts as where looking costs money, until it is looked for there:
-        that is where entries go that made room.
+        that is where entries go that made room. Where no answer comes all stays as it is known.
         """
         parts = [name_parts(self._entries.block_hash(row)) for row in rows]
         names = [name for each in parts for name in each]
         is_due = self.clock.now() >= self._billed_at and len(rows) <= BATCH_ENTRIES
-        found, assumed = [0] * len(rows), 0
+        found, assumed, unknown = [0] * len(rows), 0, 0
         for at, place in enumerate(self.places):
             if self._tiers[at] is None or not place.is_looked_at:
                 continue
             if place.is_billed and not is_due:
                 assumed = assumed or 1 << at
                 continue
-            are_there = iter(place.check_each(names))
+            checked = place.check_each(names)
+            if checked is None:
+                unknown |= 1 << at
+                continue
+            are_there = iter(checked)
             for index, each in enumerate(parts):
                 if sum(next(are_there) for _ in each) == len(each):
                     found[index] |= 1 << at
         if is_due:
             self._billed_at = Instant(self.clock.now() + BILLED_WAIT_S)
-        kept = [self._entries.places(row) & assumed for row in rows]
+        kept = [self._entries.places(row) & (assumed | unknown) for row in rows]
         self._set_places(
             rows, [there | was or assumed for there, was in zip(found, kept, strict=True)]
         )

@@ -54,20 +54,28 @@ class StorePlace:
             digest = hashlib.sha256(found.random + self.form)
             self.store_id = StoreId(digest.hexdigest()[:32])
 
-    def check_each(self, names: Sequence[EntryName]) -> list[bool]:
-        """Which of these are there."""
+    @property
+    def is_away(self) -> bool:
+        """Whether what is there cannot be known at present."""
+        return isinstance(self.tier, ServerPlace) and not self.tier.is_available()
+
+    def check_each(self, names: Sequence[EntryName]) -> list[bool] | None:
+        """Which of these are there; None: it cannot be known at present."""
         found: list[bool] = []
         while len(found) < len(names):
-            found += self._check_some(names[len(found) :])
+            some = self._check_some(names[len(found) :])
+            if some is None:
+                return None
+            found += some
         return found
 
-    def _check_some(self, names: Sequence[EntryName]) -> Sequence[bool]:
+    def _check_some(self, names: Sequence[EntryName]) -> Sequence[bool] | None:
         """Of the first ones: up to the first that is missing where others are not looked for."""
         if not isinstance(self.tier, ServerPlace):
             num_found = self.tier.find(names)
             return [True] * num_found + [False] * (num_found < len(names))
         found = self.tier.check_each(names)
-        if not self.is_billed:
+        if found is None or not self.is_billed:
             return found
         num_found = len([*takewhile(bool, found)])
         return found[: num_found + 1]

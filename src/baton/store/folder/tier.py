@@ -79,7 +79,7 @@ class FolderTier:
         policy = EVICTIONS.build(options.eviction, {})
         self._path, self._clock = folder.path, context.clock
         self._log = LimitedLog(logger, context.clock, LOG_INTERVAL_S)
-        tenant_bytes = int(options.tenant_share * options.capacity_bytes)
+        self._tenant_bytes = tenant_bytes = int(options.tenant_share * options.capacity_bytes)
         with mapped({OSError: ConfigError, StoreError: ConfigError}):
             self._capacity = SharedCapacity(folder.fd, options.capacity_bytes, tenant_bytes)
             make_bodies = make_bodies or (lambda _: FileBodies(folder.fd, context.key))
@@ -137,17 +137,29 @@ class FolderTier:
         status = self._entries.find(name)
         if status is None:
             return False
-        found, capacity_bytes = self._files.read(name, status), self._capacity.capacity_bytes
+        found = self._files.read(name, status)
         if not found.is_pinned:
-            pinned_bytes = sum(entry.num_bytes for entry in self.entries() if entry.is_pinned)
-            if pinned_bytes + found.num_bytes > MAX_PINNED_SHARE * capacity_bytes:
-                raise StoreFullError(
-                    f"{pinned_bytes} bytes are pinned in {self._path}: no more than "
-                    f"{MAX_PINNED_SHARE:.0%} of its {capacity_bytes} may be"
-                )
+            self._check_pin(name, found.num_bytes)
             # Under the lock: else its file may become another entry's in between.
             self._capacity.under_lock(partial(self._files.set_mode, name, PINNED_MODE))
         return True
+
+    def _check_pin(self, name: EntryName, num_bytes: int) -> None:
+        """Of the tier, and of what a tenant may hold, a part must be left for other entries."""
+        entries = self.entries()
+        tenant = next((each.tenant for each in entries if each.name == name), NO_TENANT)
+        pinned = [each for each in entries if each.is_pinned]
+        bounds = [("", self._capacity.capacity_bytes, pinned)]
+        if tenant != NO_TENANT:
+            of_tenant = [each for each in pinned if each.tenant == tenant]
+            bounds.append((" of one tenant", self._tenant_bytes, of_tenant))
+        for whose, most_bytes, others in bounds:
+            pinned_bytes = sum(each.num_bytes for each in others)
+            if pinned_bytes + num_bytes > MAX_PINNED_SHARE * most_bytes:
+                raise StoreFullError(
+                    f"{pinned_bytes} bytes{whose} are pinned in {self._path}: no more than "
+                    f"{MAX_PINNED_SHARE:.0%} of {most_bytes} may be"
+                )
 
     def unpin(self, name: EntryName) -> bool:
         """See `PinsEntries`."""

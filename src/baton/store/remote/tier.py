@@ -134,10 +134,10 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         """See `RemoteLookup`."""
         return self.end_find(self.begin_find(names))
 
-    def check_each(self, names: Sequence[EntryName]) -> Sequence[bool]:
+    def check_each(self, names: Sequence[EntryName]) -> Sequence[bool] | None:
         """See `ServerPlace`."""
         found = self._try_take_answer(self.begin_find(names))
-        return (False,) * len(names) if found is None else self._with_waiting(names, found)
+        return None if found is None else self._with_waiting(names, found)
 
     def begin_find(self, names: Sequence[EntryName]) -> StartedFind:
         """Ask, without waiting for the answer: several servers are asked at once."""
