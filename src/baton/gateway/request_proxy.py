@@ -284,7 +284,7 @@ class RequestProxy:
     async def _check_prompt(self) -> None:
         """Refuse a prompt that is certainly too long; find who has how much of it cached.
 
-        A model that nobody serves is waited for while workers are asked what they serve.
+        A model that no worker serves is waited for while workers are asked what they serve.
         """
         workers, model = self._services.workers, self._body.model
 

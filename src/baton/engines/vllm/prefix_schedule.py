@@ -344,8 +344,8 @@ class PrefixSchedule:  # noqa: PLR0904 - one for each of vLLM's hooks
         found = Found(lookup, max(lookup.start, asked.num_found), waited_s, is_read)
         self._states[lookup.request] = found
         # Who has found what others lack remembers it.
-        is_in_vain = asked.is_found and found.stop == lookup.start
-        if is_in_vain or (asked.num_read and not is_read):
+        is_unused = asked.is_found and found.stop == lookup.start
+        if is_unused or (asked.num_read and not is_read):
             self._orders().released.append(lookup.request)
         start = max(lookup.start, num_cached_tokens)
         if start < num_tokens and waited_s < LOAD_TIMEOUT_S:
