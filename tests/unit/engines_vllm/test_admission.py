@@ -221,6 +221,18 @@ def test_kv_that_depends_on_more_than_tokens_is_not_handed_over(
     assert report["code"] == "unsupported_request"
 
 
+def test_what_a_decode_server_refuses_is_not_kept_for_it(admission: Admission) -> None:
+    """Else the prefill server would hold the prompt's blocks until its lease is over."""
+    decode = request(receiving(), lora_request=make_lora("/nowhere"))
+    assert admission.count_missing(decode, 0) == 0
+    (declined,) = admission.step(step()).declined
+    assert declined.prompt.ticket.decode == ME
+    assert "/nowhere" in declined.reason
+    assert admission.take_refused() == {"unsupported_request": 1}
+    admission.finish(decode)
+    assert admission.step(step()).declined == ()
+
+
 def test_a_prompt_beyond_the_window_is_not_handed_over(admission: Admission) -> None:
     """Its first blocks are another's while the rest is computed, and decode has none for them."""
     layers = (LayerLayout.gqa(4, 32), LayerLayout.gqa(4, 32, window_tokens=9))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.engines.vllm import resumed_streams
 from baton.engines.vllm.resumed_streams import CARRIED_ON, find_obstacle
 from tests.lazy_modules import LazyModule, skip_without_vllm
 
@@ -14,6 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what
 skip_without_vllm()
 
 sampling_params = LazyModule("vllm.sampling_params")
+logits_processors = LazyModule("vllm.v1.sample.logits_processor")
 
 TOKENS = {"type": "token", "prompt_token_ids": [1, 2]}
 GOES_ON: list[dict[str, Any]] = [
@@ -70,3 +73,20 @@ def test_neither_adapters_nor_images_go_on() -> None:
     assert find_obstacle(make_params(), object(), TOKENS) == "LoRA"
     assert find_obstacle(make_params(), None, {"type": "multimodal"}) is not None
     assert find_obstacle(make_params(), None, "text") is not None
+
+
+@pytest.mark.parametrize("installed", [(), ("an entry point",)])
+def test_with_logits_processors_that_vllm_loads_unasked_streams_do_not_go_on(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...]
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        resumed_streams, "entry_points", lambda group: asked.append(group) or installed
+    )
+    resumed_streams._has_plugins.cache_clear()
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(logits_processors=None), vllm_config=SimpleNamespace()
+    )
+    assert resumed_streams._is_plain(engine) is not bool(installed)
+    resumed_streams._has_plugins.cache_clear()
+    assert asked == [logits_processors.LOGITSPROCS_GROUP]

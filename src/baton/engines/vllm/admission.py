@@ -368,6 +368,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
             else:
                 adapter = found
         if unsupported is not None:
+            if state is AwaitingBlocks:  # else its blocks are held there until the lease is over
+                unread = Prompt(ticket, b"", request.num_prompt_tokens, self._clock.now())
+                self._schedule.decline(unread, unsupported)
             self._refuse(request.request_id, Refusal("unsupported_request", unsupported))
             return
         if state is Queued and ticket.mode == "pull" and not self._may_be_held(request):

@@ -189,6 +189,10 @@ class HandoffSchedule:  # noqa: PLR0904 - a method for each event
             case LocalCompute():
                 pass
 
+    def decline(self, prompt: Prompt, reason: str) -> None:
+        """Nothing of this prompt's KV is wanted here; of it the ticket alone is used."""
+        self._pending.declined.append(Decline(prompt, reason))
+
     def is_receiving(self, request: VllmRequestId) -> bool:
         """Whether a request waits for KV of its prefill worker, or has just got it."""
         return isinstance(self._states.get(request), _RECEIVING)

@@ -21,6 +21,7 @@ import asyncio
 import logging
 from contextlib import aclosing
 from functools import lru_cache, wraps
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -205,9 +206,14 @@ async def _report(
 
 def _is_plain(engine: Any) -> bool:  # noqa: ANN401 - vLLM's
     """Whether nothing in the engine looks at an answer's tokens but what requests ask for."""
-    return engine.model_config.logits_processors is None and (
-        getattr(engine.vllm_config, "watermark_config", None) is None
-    )
+    has_processors = engine.model_config.logits_processors is not None or _has_plugins()
+    return not has_processors and getattr(engine.vllm_config, "watermark_config", None) is None
+
+
+@lru_cache(maxsize=1)
+def _has_plugins() -> bool:
+    """Whether logits processors are installed that vLLM loads unasked."""
+    return bool(entry_points(group="vllm.logits_processors"))
 
 
 def _take_given(params: Any, vocab_size: int) -> tuple[int, ...]:  # noqa: ANN401 - vLLM's
