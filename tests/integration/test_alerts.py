@@ -24,7 +24,7 @@ from baton.gateway.targets import Targets
 from baton.ids import new_epoch
 from baton.protocol.alerts import Alert, AlertName, AlertState
 from baton.telemetry.drift import DEFAULTS
-from baton.telemetry.transfer_report import SegmentCounts, TransferReport
+from baton.telemetry.transfer_report import MAX_IDLE_S, SegmentCounts, TransferReport
 from baton.telemetry.transfers import LinkLabels, TransferTable, TransferTime
 from baton.testing.clocks import ManualClock
 from tests.integration.gateway_cluster import STREAM, Cluster, cluster, run, until, until_true
@@ -136,14 +136,19 @@ def test_a_receiver_that_does_not_answer_costs_no_more_than_the_queue():
     assert result(asyncio.run(main()), "dropped") == 7
 
 
-def drifted_report() -> bytes:
-    """Of a prefill worker whose link to decode-0 is five times as slow as it was."""
+def drifted_report(idle_s: float = 0.0) -> bytes:
+    """Of a prefill worker whose link to decode-0 is five times as slow as it was.
+
+    `idle_s`: how long ago the link was used last.
+    """
     labels = LinkLabels("same_rack", "tcp", "WRITE")
     usual = TransferTime("decode-0", "same_rack", "tcp", "push", 1 << 20, 1e-3)
-    table = TransferTable(new_epoch(), ManualClock())
+    clock = ManualClock()
+    table = TransferTable(new_epoch(), clock)
     for number in range(DEFAULTS.num_reference + 50):
         slow = structs.replace(usual, seconds=5e-3)
         table.transfer(usual if number < DEFAULTS.num_reference else slow, labels)
+    clock.advance(idle_s)
     return msgspec.json.encode(table.report())
 
 
@@ -189,6 +194,23 @@ def test_a_drifted_link_is_on_the_page_in_the_metrics_and_in_the_log(caplog, mon
     assert len(lines) == 2, lines
     assert "from prefill-0 to decode-0 over tcp take 5.0 times as long" in lines[0]
     assert "BatonLinkDrift is resolved" in lines[1]
+
+
+def test_an_alert_of_a_link_ends_when_the_link_is_no_longer_used(monkeypatch):
+    """The worker at its other end was drained, say: the sender still reports the link."""
+    monkeypatch.setitem(TIMINGS, AlertName.LINK_DRIFT, Timing())
+    monkeypatch.setattr(transfer_feed, "INTERVAL_S", 0.1)
+
+    async def scenario(running: Cluster) -> None:
+        running.prefills[0].transfers = drifted_report(MAX_IDLE_S - 1)
+        await alerts_of(running, AlertName.LINK_DRIFT, "firing")
+        running.prefills[0].transfers = drifted_report(MAX_IDLE_S)
+        await alerts_of(running, AlertName.LINK_DRIFT, "resolved")
+        assert await running.metric("baton_alert_firing") == 0
+        _, page = await running.get_json("/alerts")
+        assert "used within the last 10 min" in page["not_evaluated"]["BatonDistanceDrift"]
+
+    run(scenario, alerts=AlertsSection(interval_s=0.1))
 
 
 def test_a_link_that_loses_segments_is_named_once_they_are_counted(monkeypatch):

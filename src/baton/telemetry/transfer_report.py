@@ -22,6 +22,9 @@ DISTANCES: Final = ("same_device", "same_host", "same_rack", "same_zone", "cross
 UNKNOWN_DISTANCE: Final = "unknown"
 
 MAX_TEXT_CHARS: Final = 256
+MAX_IDLE_S: Final = 600.0
+"""Without a transfer, after which nothing is known of a link's times: its peer may be gone for
+good. So long that a fleet whose links are used once in some minutes still sees their drift."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -67,6 +70,7 @@ class LinkDrift(msgspec.Struct, frozen=True, kw_only=True):
 
     `ratio`: recent median over the reference's, None while that is learned. `since_s`: for how long
     it has been in this state. `ranks`: between which two it is, "" in a rank's own report.
+    A link that has been idle for `MAX_IDLE_S` has no `ratio`, and has not drifted.
     """
 
     state: Literal["learning", "steady", "drifted"]

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
+from baton.clock import Instant
 from baton.record import Record
 from baton.telemetry.drift import DriftDetector, DriftState
 from baton.telemetry.log_histogram import LogHistogram
@@ -18,6 +19,7 @@ from baton.telemetry.trace import RequestSpan, Stamp, compute_durations
 from baton.telemetry.transfer_report import (
     DISTANCES,
     MAX_ENTRIES,
+    MAX_IDLE_S,
     MAX_TEXT_CHARS,
     UNKNOWN_DISTANCE,
     HandoffTransfers,
@@ -32,7 +34,7 @@ from baton.telemetry.transfer_report import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from baton.clock import Clock, Instant
+    from baton.clock import Clock
     from baton.ids import Epoch
     from baton.telemetry.transfer_report import StoreReport
 
@@ -136,6 +138,7 @@ class _Handoffs:
 @dataclass(slots=True)
 class _Link:
     drift: DriftDetector
+    used_at: Instant
     num: int = 0
     num_bytes: int = 0
     predicted_s: float = 0.0
@@ -143,6 +146,25 @@ class _Link:
     transfer_s: LogHistogram = field(default_factory=LogHistogram)
     s_per_mib: LogHistogram = field(default_factory=LogHistogram)
     observed_ratio: LogHistogram = field(default_factory=LogHistogram)
+
+    def is_idle(self, now: Instant) -> bool:
+        """Whether its latest transfers are too old to show how it is now."""
+        return now - self.used_at >= MAX_IDLE_S
+
+    def is_drifted(self, now: Instant) -> bool:
+        """Whether it is in use, and slower than it was at first.
+
+        The detector itself sees transfers alone: it is as before when the link is used again.
+        """
+        return self.drift.state is DriftState.DRIFTED and not self.is_idle(now)
+
+    def report_drift(self, now: Instant) -> LinkDrift:
+        """As the gateway is to see it."""
+        state, since = self.drift.state, self.drift.since
+        if state is DriftState.DRIFTED and not self.is_drifted(now):
+            state, since = DriftState.STEADY, Instant(self.used_at + MAX_IDLE_S)
+        ratio = None if self.is_idle(now) else self.drift.ratio
+        return LinkDrift(state=state.value, ratio=ratio, since_s=max(0.0, now - since))
 
 
 @dataclass(slots=True)
@@ -220,24 +242,26 @@ class TransferTable:
             self._num_digest_failures += num
 
     def count_drifted(self, transport: str, operation: str) -> int:
-        """Links that take longer than they did at first."""
+        """Links that take longer than they did at first, of those used within `MAX_IDLE_S`."""
+        now = self._clock.now()
         with self._lock:
             return sum(
                 (labels.transport, labels.operation) == (transport, operation)
-                and entry.drift.state is DriftState.DRIFTED
+                and entry.is_drifted(now)
                 for (_, labels), entry in self._links.items()
             )
 
     def transfer(self, transfer: TransferTime, labels: LinkLabels) -> None:
         """Compare a transfer's time with what it took when the link was new."""
         with self._lock:
-            entry = self._find_link(transfer.peer, labels)
-            entry.drift.observe(transfer.num_bytes, transfer.seconds, self._clock.now())
+            now = self._clock.now()
+            entry = self._find_link(transfer.peer, labels, now)
+            entry.drift.observe(transfer.num_bytes, transfer.seconds, now)
 
     def link(self, outcome: Outcome, labels: LinkLabels) -> None:
         """Count a period in which a link was in use."""
         with self._lock:
-            entry = self._find_link(outcome.peer, labels)
+            entry = self._find_link(outcome.peer, labels, self._clock.now())
             entry.num += 1
             entry.num_bytes += outcome.num_bytes
             entry.predicted_s += outcome.predicted_s
@@ -288,10 +312,12 @@ class TransferTable:
                 for (peer, transport), each in self._segments.items()
             )
 
-    def _find_link(self, peer: str, labels: LinkLabels) -> _Link:
-        return self._find(
-            self._links, (_clip(peer), labels), lambda: _Link(DriftDetector(self._clock.now()))
+    def _find_link(self, peer: str, labels: LinkLabels, now: Instant) -> _Link:
+        entry = self._find(
+            self._links, (_clip(peer), labels), lambda: _Link(DriftDetector(now), now)
         )
+        entry.used_at = now
+        return entry
 
     def _find(self, entries: OrderedDict[Key, Entry], key: Key, make: Callable[[], Entry]) -> Entry:
         entry = entries.get(key)
@@ -332,7 +358,6 @@ def _report_handoffs(
 
 
 def _report_link(peer: str, labels: LinkLabels, entry: _Link, now: Instant) -> LinkTransfers:
-    drift = entry.drift
     return LinkTransfers(
         peer=peer,
         **labels._asdict(),
@@ -343,7 +368,5 @@ def _report_link(peer: str, labels: LinkLabels, entry: _Link, now: Instant) -> L
         transfer_s=entry.transfer_s.counts(),
         s_per_mib=entry.s_per_mib.counts(),
         observed_ratio=entry.observed_ratio.counts(),
-        drift=LinkDrift(
-            state=drift.state.value, ratio=drift.ratio, since_s=max(0.0, now - drift.since)
-        ),
+        drift=entry.report_drift(now),
     )

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from baton.ids import Epoch
 from baton.telemetry.drift import DEFAULTS
 from baton.telemetry.handoff_metrics import ReceivePaths
 from baton.telemetry.links import MAX_LABEL_SETS, LinkInstruments
-from baton.telemetry.transfer_report import SegmentCounts
+from baton.telemetry.transfer_report import MAX_IDLE_S, LinkDrift, SegmentCounts
 from baton.telemetry.transfers import Outcome, PeerSegments, TransferTable, TransferTime
 from baton.testing.clocks import ManualClock
 from baton.transfer.links.choice import Chooser, LinkObserver
@@ -22,9 +23,12 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
 
 
 def observer(
-    registry: CollectorRegistry, *transports: str, local: frozenset[str] = frozenset()
+    registry: CollectorRegistry,
+    *transports: str,
+    local: frozenset[str] = frozenset(),
+    clock: ManualClock | None = None,
 ) -> tuple[LinkInstruments, TransferTable]:
-    table = TransferTable(Epoch("1" * 32), ManualClock())
+    table = TransferTable(Epoch("1" * 32), clock or ManualClock())
     return LinkInstruments(registry, ReceivePaths(transports, local), table), table
 
 
@@ -55,6 +59,33 @@ def test_a_link_that_becomes_slower_has_drifted() -> None:
     assert (steady.state, drifted.state) == ("steady", "drifted")
     assert drifted.ratio is not None
     assert 2.9 < drifted.ratio < 3.1
+
+
+def test_a_link_that_is_not_used_any_more_has_not_drifted() -> None:
+    """Its peer was drained, or has another name now: no transfer comes that would show an end."""
+    registry, clock = CollectorRegistry(), ManualClock()
+    instruments: LinkObserver
+    instruments, table = observer(registry, "tcp", clock=clock)
+    push = {"operation": "WRITE", "transport": "tcp"}
+    usual = TransferTime("d1", "same_zone", "tcp", "push", 1 << 20, 1e-3)
+    slow = structs.replace(usual, seconds=3e-3)
+    for number in range(DEFAULTS.num_reference + 50):
+        instruments.transferred(usual if number < DEFAULTS.num_reference else slow)
+    clock.advance(MAX_IDLE_S - 1)
+    assert value(registry, "baton_link_drifted", **push) == 1
+    (rare,) = (each.drift for each in table.report().links)
+    assert rare is not None
+    assert (rare.state, rare.since_s) == ("drifted", MAX_IDLE_S - 1)
+    clock.advance(8.0)
+    assert value(registry, "baton_link_drifted", **push) == 0
+    (idle,) = (each.drift for each in table.report().links)
+    assert idle == LinkDrift(state="steady", ratio=None, since_s=7.0)
+    instruments.transferred(slow)
+    assert value(registry, "baton_link_drifted", **push) == 1, "it is used again, and is slow"
+    (used,) = (each.drift for each in table.report().links)
+    assert used is not None
+    assert used.state == "drifted"
+    assert used.ratio is not None
 
 
 def test_every_choice_mismatch_and_error_is_counted() -> None:

@@ -17,7 +17,7 @@ class LinkTimes:
     """One direction between two workers, over one transport.
 
     `ratio` is what transfers take now, over what they took when the link was new; None while that
-    is being learned.
+    is being learned, and of a link that is idle.
     """
 
     source: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import combinations
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.gateway.alerts.lifecycle import Condition, Timing
 from baton.gateway.alerts.link_loss import LinkLossRule
@@ -36,10 +36,28 @@ PREFIX_WINDOW_S: Final = 600.0
 MIN_PREDICTED_TOKENS: Final = 4096
 """Within `PREFIX_WINDOW_S`, below which nothing is concluded."""
 MIN_CLASS_LINKS: Final = 2
-FAST_BURN: Final = (14.4, 300.0, 3600.0)
-"""The burn rate, and the two windows in both of which it must be exceeded: 2 % of a month's budget
-in an hour, and whether that still goes on."""
-SLOW_BURN: Final = (6.0, 1800.0, 21_600.0)
+
+
+class BurnLimit(NamedTuple):
+    """A burn rate, and the two windows in both of which it must be reached.
+
+    A rate is 1 / `allowed_share` at most, where all requests miss: that can be less than
+    `usual_rate`. The limit is then `part` of the way from 1, the budget, to that.
+    """
+
+    usual_rate: float
+    part: float
+    short_s: float
+    long_s: float
+
+    def rate(self, allowed_share: float) -> float:
+        """The limit where so many requests may miss their target."""
+        return min(self.usual_rate, 1.0 + self.part * (1.0 / allowed_share - 1.0))
+
+
+FAST_BURN: Final = BurnLimit(14.4, 0.75, 300.0, 3600.0)
+"""2 % of a month's budget in an hour, and whether that still goes on."""
+SLOW_BURN: Final = BurnLimit(6.0, 0.3, 1800.0, 21_600.0)
 """5 % of a month's budget in six hours."""
 MIN_ENDED: Final = 20
 """Requests in the shorter window, below which a burn rate is not known."""
@@ -189,23 +207,22 @@ class AlertRules:
             budget = self._budgets.get(key)
             if budget is None:
                 allowed = 1.0 - self._options.good_share
-                budget = self._budgets[key] = BudgetWindow(allowed, SLOW_BURN[2])
+                budget = self._budgets[key] = BudgetWindow(allowed, SLOW_BURN.long_s)
             budget.note(each.num, each.num_missed, now)
-            for alert, (limit, short_s, long_s) in (
+            for alert, limit in (
                 (AlertName.BURN_RATE_FAST, FAST_BURN),
                 (AlertName.BURN_RATE_SLOW, SLOW_BURN),
             ):
-                rates = [
-                    budget.burn_rate(window_s, MIN_ENDED, now) for window_s in (short_s, long_s)
-                ]
+                windows = limit.short_s, limit.long_s
+                rates = [budget.burn_rate(window_s, MIN_ENDED, now) for window_s in windows]
                 known = [rate for rate in rates if rate is not None]
-                if len(known) == len(rates) and min(known) >= limit:
+                if len(known) == len(rates) and min(known) >= limit.rate(budget.allowed_share):
                     yield Condition(
                         alert,
                         (("model", each.model), ("objective", each.objective)),
                         f"{min(known) * budget.allowed_share:.0%} of the requests miss the target "
                         f"of {each.target_s} s for {each.objective}, in the last "
-                        f"{short_s / 60:.0f} min and {long_s / 3600:.0f} h",
+                        f"{limit.short_s / 60:.0f} min and {limit.long_s / 3600:.0f} h",
                         min(known),
                     )
 

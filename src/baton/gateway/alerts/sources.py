@@ -16,6 +16,7 @@ from baton.gateway.alerts.observations import (
     StoreCost,
 )
 from baton.protocol.alerts import AlertName
+from baton.telemetry.transfer_report import MAX_IDLE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -79,7 +80,10 @@ class AlertSources:
         missing: dict[AlertName, str] = {}
         links = [*_list_links(self._reports())]
         if all(link.ratio is None for link in links):
-            why = "no link between workers has carried enough transfers yet to know its usual time"
+            why = (
+                f"no link between workers that was used within the last {MAX_IDLE_S / 60:.0f} min "
+                "has carried enough transfers yet to know its usual time"
+            )
             missing |= dict.fromkeys((AlertName.LINK_DRIFT, AlertName.DISTANCE_DRIFT), why)
         if not self._reports():
             why = "no worker has reported its transfers yet"

@@ -139,6 +139,30 @@ def test_burn_rates_of_both_windows():
     assert AlertName.BURN_RATE_FAST not in minute(7200.0 + 400, 0), "the shorter one ends it"
 
 
+@pytest.mark.parametrize("good_share", [0.99, 0.94, 0.93, 0.9, 0.83, 0.7, 0.5, 0.2, 0.01])
+def test_burn_rates_can_be_reached_at_each_good_share(good_share):
+    """All requests miss at a burn rate of 1 / (1 - good_share): at 0.93 that is less than 14.4."""
+
+    def ended(num_missed: int) -> tuple[EndedByTarget]:
+        return (EndedByTarget("m", "ttft", 1.0, 1000, num_missed),)
+
+    both = [AlertName.BURN_RATE_FAST, AlertName.BURN_RATE_SLOW]
+    assert names(rules(good_share=good_share), ended=ended(1000)) == both
+    num_allowed = round(1000 * (1 - good_share))
+    assert not names(rules(good_share=good_share), ended=ended(num_allowed)), "in the budget"
+
+
+def test_burn_rates_at_the_usual_good_share():
+    for num_missed, expected in (
+        (721, [AlertName.BURN_RATE_FAST, AlertName.BURN_RATE_SLOW]),
+        (719, [AlertName.BURN_RATE_SLOW]),
+        (301, [AlertName.BURN_RATE_SLOW]),
+        (299, []),
+    ):
+        ended = EndedByTarget("m", "ttft", 1.0, 1000, num_missed)
+        assert names(rules(good_share=0.95), ended=(ended,)) == expected
+
+
 def test_few_requests_have_no_burn_rate():
     ended = EndedByTarget("m", "ttft", 1.0, MIN_ENDED - 1, MIN_ENDED - 1)
     assert not names(rules(), ended=(ended,))
