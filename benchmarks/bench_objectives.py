@@ -99,6 +99,8 @@ def measure(
         "--warm-up", str(round(options.warm_up * concurrency)),
         "--goodput", f"ttft:{limits.ttft:g}", "--goodput", f"tpot:{limits.tpot:g}",
     )["figures"]  # fmt: skip
+    if figures["failures"]:
+        print(f"{arm}: requests that failed: {figures['failures']}", file=sys.stderr, flush=True)
     return Turn(
         workload,
         arm,
