@@ -266,6 +266,39 @@ def test_a_request_is_refused_at_once_if_others_before_it_take_too_long():
     assert {each for each, _ in queue.expire(now)} == {other, fits}
 
 
+@pytest.mark.parametrize("idle_s", [None, 1.0, 150.0])
+def test_what_the_workers_have_begun_before_a_queue_is_no_sign_of_a_slow_one(idle_s):
+    """Long prompts, one a second: none is taken until those are done that came first.
+
+    Or, without an idle time, until something that held the workers up is over.
+    """
+    queue, now = AdmissionQueue(QueueLimits()), 0.0
+    num = 30 if idle_s is None else 10
+
+    def offer(num):
+        for _ in range(num):
+            assert queue.offer(queued("one", 2000, at=now, deadline_at=now + 300), now) == ()
+
+    offer(num)
+    for _ in range(10):
+        now += 1.0
+        assert queue.take("a", now) is not None
+    if idle_s is not None:
+        now += idle_s
+        offer(20)
+    for _ in range(25):
+        now += 1.0
+        assert queue.expire(now) == []
+    offer(5)
+    for _ in range(15):
+        now += 1.0
+        assert queue.expire(now) == []
+        assert queue.take("a", now) is not None
+    wait_s = queue.predict_wait_s(queued("one", 2000, at=now), now)
+    assert wait_s is not None
+    assert 9.0 < wait_s < 30.0, "ten others are before it"
+
+
 def test_a_full_queue_makes_room_for_tenants_with_less_and_for_higher_classes():
     queue = AdmissionQueue(QueueLimits(max_requests=4))
     busy = [queued("busy", 10) for _ in range(4)]
