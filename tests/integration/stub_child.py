@@ -2,6 +2,7 @@
 
 worker      ready at once; ends on SIGTERM
 stubborn    as a worker, but ignores SIGTERM
+slow        as a worker, but reports on SIGTERM that it drains for a minute at most, and takes 0.5 s
 loading     reports that it loads, and goes on with that
 broken      writes a reason and ends before it is ready
 spot        as a worker, but when a file named by STUB_DIE_FILE exists, removes it and reports
@@ -113,7 +114,7 @@ def main():
         arguments = Path(os.environ["STUB_DIE_FILE"]), status_fd
         threading.Thread(target=leave_when_told, args=arguments, daemon=True).start()
     ended = threading.Event()
-    stubborn = behaviour == "stubborn"
+    slow, stubborn = behaviour == "slow", behaviour == "stubborn"
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: ended.set())
     ready = {
         "event": "ready",
@@ -122,6 +123,9 @@ def main():
     }
     os.write(status_fd, json.dumps(ready).encode() + b"\n")
     ended.wait()
+    if slow:
+        os.write(status_fd, b'{"event":"draining","timeout_s":60.0}\n')
+        time.sleep(0.5)
     end()
     print(f"{behaviour} ends", flush=True)
 

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from baton.launch import control as control_module
+from baton.launch import local as local_module
 from baton.launch import operations as operations_module
+from baton.launch import slots as slots_module
 from baton.launch import supervisor as supervisor_module
 from baton.launch.control import Control
 from baton.launch.control_messages import DownRequest
@@ -346,6 +348,33 @@ async def test_a_worker_that_has_failed_counts_for_nothing_and_is_replaced(tmp_p
 
 
 @in_event_loop
+async def test_the_only_worker_that_serves_stays(tmp_path, monkeypatch):
+    """Another one that loads counts, and answers nothing."""
+    monkeypatch.setattr(operations_module, "has_room_for_another", lambda _: False)
+    behaviour = tmp_path / "behaviour"
+    behaviour.write_text("worker")
+
+    async def then(under_test, operations, steps):
+        slots, before = under_test.supervisor.slots, under_test.pids()
+        behaviour.write_text("loading")
+        os.kill(before["w-1"], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while slots["w-1"].state != "starting" or slots["w-1"].child.pid == before["w-1"]:
+                await asyncio.sleep(0.01)
+        for change in (operations.drain("w-0", steps.append), operations.upgrade(steps.append)):
+            with pytest.raises(FleetError, match="w-0 is the last worker that generates answers"):
+                await change
+        assert under_test.pids()["w-0"] == before["w-0"]
+        await operations.scale(FleetSize(decode=1), steps.append)
+        assert list(slots) == ["w-0", "gateway"]
+        assert under_test.pids()["w-0"] == before["w-0"]
+
+    environment = {"STUB_BUSY": json.dumps({"w-0": 1, "w-1": 9})}
+    steps = await operated(tmp_path, then, "worker", str(behaviour), environment=environment)
+    assert steps == ["w-1 drains", "w-1 ended (was still starting)", "serving: 1 decode"]
+
+
+@in_event_loop
 async def test_an_upgrade_replaces_every_process_under_load(tmp_path):
     async def then(under_test, operations, steps):
         before = under_test.pids()
@@ -449,6 +478,21 @@ async def test_a_fleet_is_controlled_over_its_socket(tmp_path, monkeypatch):
             assert b'"refused"' in await answer_to(folder, nonsense)
         assert stat.S_IMODE(folder.socket.stat().st_mode) == 0o600
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+
+
+@in_event_loop
+async def test_who_ends_a_fleet_learns_that_a_process_had_to_be_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(slots_module, "KILL_MARGIN_S", 0.2)
+    launchers = [os.getpid(), os.getpid(), None]
+    monkeypatch.setattr(local_module, "find_launcher", lambda _: launchers.pop(0))
+    async with controlled(tmp_path, "worker", "stubborn") as (_, folder):
+        steps = LocalFleet(folder).down()
+        assert (await anext(steps)).startswith("draining ")
+        ends = "w-0 (exit code 0), w-1 (killed by SIGKILL), gateway (exit code 0)"
+        assert await anext(steps) == f"stopped: {ends}"
+        with pytest.raises(FleetError, match="processes that took too long had to be killed"):
+            await anext(steps)
+        assert launchers == [], "the next launcher may start"
 
 
 @in_event_loop

@@ -29,6 +29,7 @@ from tests.integration.scripted_worker import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+    from typing import TextIO
 
 DRAIN_TIMEOUT_S = 40.0
 LEAVES_WITHIN_S = 0.8 * DRAIN_TIMEOUT_S
@@ -59,8 +60,10 @@ run_gateway(GatewayOptions(
 
 
 class Gateway:
-    def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
-        self.process, self.url = process, url
+    """`pipe`: where it reports its status."""
+
+    def __init__(self, process: asyncio.subprocess.Process, url: str, pipe: TextIO) -> None:
+        self.process, self.url, self.pipe = process, url, pipe
 
 
 @contextlib.asynccontextmanager
@@ -80,8 +83,8 @@ async def gateway_process(
     try:
         with os.fdopen(reading) as pipe:
             ready = json.loads(await asyncio.to_thread(pipe.readline))
-        assert ready["event"] == "ready"
-        yield Gateway(process, ready["url"])
+            assert ready["event"] == "ready"
+            yield Gateway(process, ready["url"], pipe)
     finally:
         if process.returncode is None:
             process.kill()
@@ -111,6 +114,8 @@ def test_an_idle_gateway_leaves_at_once(number):
         began = time.monotonic()
         assert await gateway.process.wait() == 0
         assert time.monotonic() - began < LEAVES_WITHIN_S
+        draining = {"event": "draining", "timeout_s": DRAIN_TIMEOUT_S, "preempted": None}
+        assert json.loads(gateway.pipe.readline()) == draining
 
     run(scenario)
 

@@ -26,8 +26,11 @@ from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and
 
 if TYPE_CHECKING:
     import socket
+    from typing import TextIO
 
 NUM_PROCESSES = 2
+DRAIN_TIMEOUT_S = 2.0
+"""As in `PROGRAM`."""
 
 PROGRAM = """
 import sys
@@ -62,6 +65,8 @@ class Gateways:
     process: asyncio.subprocess.Process
     url: str
     management_port: int
+    pipe: TextIO
+    """Where the parent reports their status."""
 
     def pids(self) -> set[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
@@ -98,8 +103,8 @@ async def running(worker: ScriptedWorker, listeners: tuple[socket.socket, ...] =
     try:
         with os.fdopen(reading) as pipe:
             line = await asyncio.to_thread(pipe.readline)
-        assert line, (await process.stderr.read()).decode()
-        yield Gateways(process, json.loads(line)["url"], management_port)
+            assert line, (await process.stderr.read()).decode()
+            yield Gateways(process, json.loads(line)["url"], management_port, pipe)
     finally:
         if process.returncode is None:
             process.kill()  # the processes end with their parent
@@ -192,6 +197,11 @@ def test_a_signal_ends_all_once_they_have_drained(number):
         gateways.process.send_signal(number)
         assert await gateways.process.wait() == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        reported = json.loads(gateways.pipe.readline())
+        assert reported["event"] == "draining"
+        assert reported["timeout_s"] > DRAIN_TIMEOUT_S, "the parent kills later than at this"
+        # The processes report to nobody once they are ready: their parent does.
+        assert b"cannot report" not in await gateways.process.stderr.read()
         with pytest.raises(aiohttp.ClientError):
             await ask(client, gateways.url)
 

@@ -276,6 +276,27 @@ def test_an_upgrade_replaces_every_pod_one_after_the_other(tmp_path, monkeypatch
     asyncio.run(main())
 
 
+def test_the_only_worker_that_is_ready_is_neither_upgraded_nor_taken_out(tmp_path, monkeypatch):
+    async def main():
+        async with controlled(tmp_path, monkeypatch, decode=2) as (cluster, control):
+            cluster.failing["baton-decode-0"] = "CrashLoopBackOff"
+            await until(lambda: not is_ready(cluster.pods["baton-decode-0"]))
+            with pytest.raises(FleetError, match="answers and is ready, baton-decode-1, and a"):
+                await read(control.upgrade())
+            assert cluster.num_asked["patch statefulsets"] == 0
+            with pytest.raises(FleetError, match="baton-decode-1 would go, as a StatefulSet"):
+                await read(control.scale(FleetSize(decode=1)))
+            assert cluster.size("baton-decode") == 2
+            assert is_ready(cluster.pods["baton-decode-1"])
+            cluster.failing["baton-decode-1"] = cluster.failing.pop("baton-decode-0")
+            await until(lambda: is_ready(cluster.pods["baton-decode-0"]))
+            await until(lambda: not is_ready(cluster.pods["baton-decode-1"]))
+            await read(control.scale(FleetSize(decode=1)))
+            assert is_ready(cluster.pods["baton-decode-0"])
+
+    asyncio.run(main())
+
+
 def test_an_upgrade_that_is_stuck_names_what_is_in_its_way(tmp_path, monkeypatch):
     monkeypatch.setattr(waiting_module, "FAILED_S", 0.2)
 

@@ -232,6 +232,19 @@ async def test_the_second_request_to_stop_kills():
 
 
 @in_event_loop
+async def test_a_process_gets_the_time_that_it_reports_for_its_drain(monkeypatch):
+    """After an upgrade it has another drain timeout than the launcher has read at its start."""
+    monkeypatch.setattr(slots_module, "KILL_MARGIN_S", 0.2)
+    under_test = launch("slow")
+
+    async def then():
+        under_test.supervisor.request_stop()
+
+    assert await run_until_ready(under_test, then) is Ending.DRAINED
+    assert under_test.display.said[-1] == "stopped: w-0 (exit code 0), gateway (exit code 0)"
+
+
+@in_event_loop
 async def test_a_worker_that_does_not_drain_in_time_is_killed(monkeypatch):
     monkeypatch.setattr(slots_module, "KILL_MARGIN_S", 0.2)
     under_test = launch("stubborn")

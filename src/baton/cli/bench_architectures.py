@@ -219,7 +219,7 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Be
     from baton.bench.charts import require_charts  # noqa: PLC0415
     from baton.bench.files import open_manifest  # noqa: PLC0415
     from baton.bench.statistics import require_statistics  # noqa: PLC0415
-    from baton.cli.launching import server_environment  # noqa: PLC0415
+    from baton.cli.launching import find_launch_key, server_environment  # noqa: PLC0415
 
     require_charts()
     require_statistics()
@@ -236,7 +236,7 @@ def prepare(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Be
         plan,
         launches,
         create_result_folder(folder, plan_trials(plan)),
-        server_environment(config),
+        server_environment(find_launch_key(config)),
         manifest,
         clock,
         notes=servers.find_peers()[1],

@@ -14,7 +14,12 @@ from baton.auth.certificates import IdentityRole
 from baton.auth.issuing import Order, issue_derived
 from baton.cli.engine_options import check_engine, engine_defaults, engine_options
 from baton.clock import MachineClock
-from baton.config.cluster_key import KEY_VARIABLE, ephemeral_cluster_key, find_cluster_key
+from baton.config.cluster_key import (
+    KEY_VARIABLE,
+    ClusterKeyText,
+    ephemeral_cluster_key,
+    find_cluster_key,
+)
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError, UnknownPluginError
@@ -114,15 +119,28 @@ def _plan(resolved: Resolved, cores: Sequence[int], pinning: Pinning) -> LaunchP
     return plan
 
 
-def server_environment(config: Config) -> dict[str, str]:
-    """What children inherit; where no cluster key is set, one of their own, or this user's."""
-    environment = read_environment()
+def find_launch_key(config: Config) -> ClusterKeyText:
+    """The cluster key of a launch: the configured one, else one of its own, or this user's.
+
+    Raises:
+        ConfigError: the file is unreadable or readable by others, or a key is needed and absent.
+    """
     hosts = (config.gateway.host, config.worker.host, config.worker.handoff_host)
     # What is in a store is keyed: with a key of its own the next run would believe none of it.
     find_key = find_cluster_key if config.store.tiers else ephemeral_cluster_key
-    key = find_key(config.cluster, environment, hosts)
-    # By environment, never by command line: other users can read those.
-    return {**environment, KEY_VARIABLE: key.text, "PYTHONUNBUFFERED": "1"}
+    return find_key(config.cluster, read_environment(), hosts)
+
+
+def server_environment(key: ClusterKeyText) -> dict[str, str]:
+    """What children inherit.
+
+    `cluster.key_file` is theirs, too: they read it themselves, and follow its changes. Any other
+    key they get by environment, never by command line: other users can read those.
+    """
+    environment = {**read_environment(), "PYTHONUNBUFFERED": "1"}
+    if key.origin == "configured" and key.path is not None:
+        return environment
+    return {**environment, KEY_VARIABLE: key.text}
 
 
 def issue_monitor(config: Config, key_text: str, folder: FleetFolder) -> None:
@@ -141,9 +159,9 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
         clock,
         shows_children=not in_background,
     )
-    environment = server_environment(plan.config)
-    issue_monitor(plan.config, environment[KEY_VARIABLE], folder)
-    context = LaunchContext(environment, clock, display, members=folder.members)
+    key = find_launch_key(plan.config)
+    issue_monitor(plan.config, key.text, folder)
+    context = LaunchContext(server_environment(key), clock, display, members=folder.members)
     supervisor = Supervisor(plan, context)
     operations = FleetOperations(folder.fleet, supervisor)
 

@@ -84,7 +84,7 @@ from baton.net.tls import ServerTls
 from baton.router.failover import RetryBudget
 from baton.router.load import FleetLoad
 from baton.router.room import FleetRoom
-from baton.telemetry.process_status import Ready, StatusReporter
+from baton.telemetry.process_status import Draining, Ready, StatusReporter
 
 if TYPE_CHECKING:
     import socket
@@ -404,6 +404,9 @@ class _Server(uvicorn.Server):
             log.warning("a second signal: leaving at once")
             os._exit(128 + number)
         log.info("signal %s: no more requests, draining", signal.Signals(number).name)
+        # Its launcher may know another timeout, as of before an upgrade.
+        timeout_s = self.config.timeout_graceful_shutdown
+        self._status_reporter.report(Draining(None if timeout_s is None else float(timeout_s)))
         self._app.end_streams()
         self.should_exit = True
         self._ending.set()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from baton.errors import BatonError, ProtocolError
 from baton.net.http_server import bind_shared, inherit
-from baton.telemetry.process_status import Ready, StatusReporter, read_status
+from baton.telemetry.process_status import Draining, Ready, StatusReporter, read_status
 
 if TYPE_CHECKING:
     import socket
@@ -69,6 +69,8 @@ class ProcessGroup:
         serve: Callable[[GatewayOptions, socket.socket], None],
     ) -> None:
         self._options, self._clock, self._serve = options, clock, serve
+        self._status_reporter = StatusReporter(options.status_fd)
+        self._drain_limit_s = options.drain_timeout_s + KILL_MARGIN_S
         self._members: list[_Member] = []
         self._ended_at: deque[Instant] = deque(maxlen=MAX_RESTARTS)
 
@@ -86,6 +88,7 @@ class ProcessGroup:
                 while (number := signal.sigwait(SIGNALS)) == signal.SIGCHLD:
                     self._restart_ended()
                 log.info("signal %s: all processes drain", signal.Signals(number).name)
+                self._status_reporter.report(Draining(self._drain_limit_s))
             # Their listeners are closed: what connects now is refused, not left to wait.
             self._stop(signal.SIGTERM)
         except BaseException:
@@ -105,7 +108,7 @@ class ProcessGroup:
             self._members.append(_Member(index, listener, 0))
         pipes = [self._fork(member) for member in self._members]
         readies = [_read_ready(pipe) for pipe in pipes]
-        StatusReporter(options.status_fd).report(Ready(readies[0].url))
+        self._status_reporter.report(Ready(readies[0].url))
 
     def _restart_ended(self) -> None:
         while (ended := _reap()) is not None:
@@ -159,7 +162,7 @@ class ProcessGroup:
     def _stop(self, number: signal.Signals) -> None:
         """End all; a second signal, or too long a drain, kills what is left."""
         self._signal(number)
-        deadline = self._clock.now() + self._options.drain_timeout_s + KILL_MARGIN_S
+        deadline = self._clock.now() + self._drain_limit_s
         while any(member.pid for member in self._members):
             left_s = deadline - self._clock.now()
             info = signal.sigtimedwait(SIGNALS, max(0.0, left_s))

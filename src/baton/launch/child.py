@@ -63,6 +63,7 @@ class Child:
         self._process = process
         self._url: asyncio.Future[str | ChildExited] = loop.create_future()
         self._ready: asyncio.Future[Ready | ChildExited] = loop.create_future()
+        self._draining: asyncio.Future[float | None] = loop.create_future()
         self._ended = asyncio.create_task(self._follow(status_messages, on_line))
 
     @property
@@ -87,6 +88,10 @@ class Child:
     async def wait_until_ready(self) -> Ready | ChildExited:
         """Until it answers, or ends before that."""
         return await asyncio.shield(self._ready)
+
+    async def wait_until_draining(self) -> float | None:
+        """Until it drains, or has ended: within how many seconds it ends, where it reports that."""
+        return await asyncio.shield(self._draining)
 
     async def wait_until_exited(self) -> ChildExited:
         """Until it has ended and all its output was read."""
@@ -132,6 +137,8 @@ class Child:
             self._url.set_result(ended)
         if not self._ready.done():
             self._ready.set_result(ended)
+        if not self._draining.done():
+            self._draining.set_result(None)
         return ended
 
     async def _read_status_messages(self, stream: asyncio.StreamReader) -> None:
@@ -150,10 +157,11 @@ class Child:
                 self._set_url(status.url)
                 if not self._ready.done():
                     self._ready.set_result(status)
-            case Draining(_, None):  # it was our signal: its end is what is waited for
-                pass
-            case Draining(_, preempted):
-                self.preempted = preempted
+            case Draining(timeout_s, preempted):
+                if preempted is not None:  # else it was our signal
+                    self.preempted = preempted
+                if not self._draining.done():
+                    self._draining.set_result(timeout_s)
             case _:
                 assert_never(status)
 

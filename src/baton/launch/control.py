@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import struct
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from baton.errors import BatonError, ProtocolError
@@ -112,12 +112,12 @@ class Control:
                 await _send(writer, Progress(f"{slot.name} did not serve: {slot.reason}"))
         if not self._supervisor.is_stopping:  # a second request would kill
             self._supervisor.request_stop()
-        while not self._supervisor.ended.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ALIVE_S):
-                    await self._supervisor.ended.wait()
+        while not (ended := self._supervisor.stopped).done():
+            await asyncio.wait([ended], timeout=ALIVE_S)
             await _send(writer, Alive())
-        await _send(writer, Done())
+        stopped = ended.result()
+        await _send(writer, Progress(f"stopped: {stopped.processes}"))
+        await _send(writer, Done() if stopped.problem is None else Refused(stopped.problem))
 
     async def _change(self, request: Change, writer: asyncio.StreamWriter) -> None:
         steps: asyncio.Queue[str | None] = asyncio.Queue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.config.environment import read_environment
@@ -72,16 +72,14 @@ class LocalFleet:
 
     async def down(self) -> AsyncIterator[str]:
         """See `FleetControl`."""
-        async for line in self._change(DownRequest()):
-            yield line
         try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                while find_launcher(self._folder) is not None:  # noqa: ASYNC110 - another process
-                    await asyncio.sleep(POLL_S)
-        except TimeoutError as exc:
-            raise FleetError(
-                f"all processes ended, but the launcher (pid {find_launcher(self._folder)}) has not"
-            ) from exc
+            async for line in self._change(DownRequest()):
+                yield line
+        except FleetError:  # where processes had to be killed, the launcher ends nevertheless
+            with suppress(FleetError):
+                await self._until_released()
+            raise
+        await self._until_released()
         yield "the fleet has ended"
 
     async def logs(self, member: str, num_lines: int, *, follow: bool) -> AsyncIterator[str]:
@@ -100,6 +98,21 @@ class LocalFleet:
                 yield line
         except OSError as exc:
             raise FleetError(f"cannot read the log of {member}: {exc}") from exc
+
+    async def _until_released(self) -> None:
+        """Until another launcher may start.
+
+        Raises:
+            FleetError: this one does not end in time.
+        """
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                while find_launcher(self._folder) is not None:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError as exc:
+            raise FleetError(
+                f"all processes ended, but the launcher (pid {find_launcher(self._folder)}) has not"
+            ) from exc
 
     async def _change(self, request: Request) -> AsyncIterator[str]:
         async with self._changing, aclosing(self._ask(request)) as answers:

@@ -175,12 +175,15 @@ class FleetOperations:
         raise FleetError(f"there is no worker {name!r}; there are {', '.join(known)}")
 
     def _require_another(self, slot: ProcessSlot, remedy: str) -> None:
-        """Refuse to take out the last worker that generates answers."""
+        """Refuse to take out the last worker that generates answers: another one must be ready."""
         if slot.role == "prefill":  # decode workers compute prompts, too
             return
-        generating = [*self._counted("decode"), *self._counted("both")]
-        if all(each is slot for each in generating):
-            raise FleetError(f"{slot.name} is the last worker that generates answers: {remedy}")
+        generating = [*self._workers("decode"), *self._workers("both")]
+        if all(each is slot or each.state != "ready" for each in generating):
+            raise FleetError(
+                f"{slot.name} is the last worker that generates answers, as no other one is ready: "
+                f"{remedy}"
+            )
 
     def _next_plan(self, role: Role, like: WorkerPlan | None = None) -> WorkerPlan:
         config, index = self._supervisor.plan.config, self._num_named[role]
@@ -196,12 +199,16 @@ class FleetOperations:
         return another_worker(like or self._like[role][index % len(self._like[role])], index, port)
 
     async def _find_idle(self, role: Role, num_workers: int) -> list[ProcessSlot]:
-        """So many workers of a role: those with the fewest requests, of these the newest."""
+        """So many workers of a role that may go.
+
+        First those that do not serve, then those with the fewest requests; of these the newest.
+        """
         if num_workers <= 0:
             return []
         busy = await count_requests(self._supervisor.metrics_urls)
         newest_first = reversed(self._counted(role))
-        return sorted(newest_first, key=lambda slot: busy[slot.name])[:num_workers]
+        by_use = sorted(newest_first, key=lambda slot: (slot.state == "ready", busy[slot.name]))
+        return by_use[:num_workers]
 
     async def _grow(self, plans: Sequence[WorkerPlan], report: Callable[[str], None]) -> None:
         """Start workers beside those that there are, all at once.

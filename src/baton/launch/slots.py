@@ -132,19 +132,26 @@ class ProcessSlot:
 async def drain(slots: Sequence[ProcessSlot], timeout_s: float, *, is_urgent: bool) -> bool:
     """Ask processes to end, wait, kill those that are left; whether none had to be killed.
 
-    `is_urgent`: they are killed without being asked.
+    Each may take `timeout_s`, or what it reports if that is more: it has read its own drain timeout
+    when it started, as after an upgrade. `is_urgent`: they are killed without being asked.
     """
-    if not slots:
-        return True
-    ends = [asyncio.create_task(slot.child.wait_until_exited()) for slot in slots]
-    for slot in slots:
-        if is_urgent:
-            slot.child.kill()
-        else:
-            slot.child.terminate()
-    _, late = await asyncio.wait(ends, timeout=timeout_s + KILL_MARGIN_S)
-    if late:
-        for slot in slots:
-            slot.child.kill()
-        await asyncio.wait(late)
-    return not late
+    ends = (_end(slot.child, timeout_s, is_urgent=is_urgent) for slot in slots)
+    return all(await asyncio.gather(*ends))
+
+
+async def _end(child: Child, timeout_s: float, *, is_urgent: bool) -> bool:
+    if is_urgent:
+        child.kill()
+    else:
+        child.terminate()
+    try:
+        async with asyncio.timeout(timeout_s + KILL_MARGIN_S) as limit:
+            reported_s = await child.wait_until_draining()
+            if reported_s is not None and reported_s > timeout_s:
+                limit.reschedule(asyncio.get_running_loop().time() + reported_s + KILL_MARGIN_S)
+            await child.wait_until_exited()
+    except TimeoutError:
+        child.kill()
+        await child.wait_until_exited()
+        return False
+    return True

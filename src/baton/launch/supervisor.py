@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from baton.launch.child import Child, ChildExited, spawn
 from baton.launch.errors import FleetError
@@ -38,6 +38,31 @@ class Ending(IntEnum):
     WORKERS_FAILED = 3
     """Drained, and when that was asked for, a worker had ended too often and did not serve."""
     KILLED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """A launch whose processes have ended; `processes` has how each of them did, in words."""
+
+    ending: Ending
+    processes: str
+
+    @property
+    def problem(self) -> str | None:
+        """Why not every process has drained; None: each has."""
+        match self.ending:
+            case Ending.DRAINED | Ending.WORKERS_FAILED:
+                return None
+            case Ending.OVERDUE:
+                return (
+                    "the fleet has ended, but processes that took too long had to be killed, with "
+                    "the requests that they had: raise worker.drain_timeout_s and "
+                    "gateway.drain_timeout_s where requests take longer"
+                )
+            case Ending.KILLED:
+                return "the fleet has ended; a second signal had its processes killed"
+            case _:
+                assert_never(self.ending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +105,7 @@ class Supervisor:
         self._operation: asyncio.Task[None] | None = None
         self._num_stop_requests = 0
         self._stop_requested = asyncio.Event()
-        self.ended = asyncio.Event()
+        self.stopped: asyncio.Future[Stopped] = asyncio.get_running_loop().create_future()
         """Set when all processes have ended."""
 
     async def run(self, on_ready: Callable[[Service], None]) -> Ending:
@@ -111,11 +136,13 @@ class Supervisor:
             self._sockets.close()
         failed = [(slot.name, slot.reason) for slot in self.slots.values() if slot.has_failed]
         ending = await self._stop_all()
+        ends = ", ".join(await self._describe_ends()) or "nothing was running"
+        self._display.print_line(f"stopped: {ends}")
         for name, reason in failed:
             self._display.print_line(f"{name} did not serve any more when it was stopped: {reason}")
         if failed and ending is Ending.DRAINED:
             ending = Ending.WORKERS_FAILED
-        self.ended.set()
+        self.stopped.set_result(Stopped(ending, ends))
         if isinstance(outcome, Exception):
             raise outcome
         return ending
@@ -339,9 +366,6 @@ class Supervisor:
         async with showing(self._display, self._unended):
             in_time = await self._drain(gateways, config.gateway.drain_timeout_s)
             in_time &= await self._drain(workers, config.worker.drain_timeout_s)
-        self._display.print_line(
-            "stopped: " + (", ".join(await self._describe_ends()) or "nothing was running")
-        )
         if self._num_stop_requests > 1:
             return Ending.KILLED
         return Ending.DRAINED if in_time else Ending.OVERDUE

@@ -65,6 +65,8 @@ class StatusReporter:
         """Write one line; a launcher that no longer reads is not an error."""
         try:
             os.write(self._fd, msgspec.json.encode(status) + b"\n")
+        except BrokenPipeError:  # it reads no more, as of a process of several once that is ready
+            return
         except OSError as exc:
             logger.warning("cannot report this process's status to its launcher: %s", exc)
 

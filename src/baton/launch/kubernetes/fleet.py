@@ -135,7 +135,7 @@ class KubernetesFleet:
                 async for line in self._watch.until_rolled_out(workload):
                     yield line
             return
-        self._require_another_decoder(sets)
+        await self._require_another_decoder()
         at = dt.datetime.fromtimestamp(self._clock.unix_now(), dt.UTC).isoformat(timespec="seconds")
         for workload in wanted:
             await self._api.restart(workload, at)
@@ -215,11 +215,33 @@ class KubernetesFleet:
                 found.setdefault(cast("Role", each.role), []).append(each)
         return found
 
-    def _require_another_decoder(self, sets: Sequence[Workload]) -> None:
-        if _count([each for each in sets if each.role in DECODERS]) < 2:  # noqa: PLR2004
+    def _find_ready_decoders(self, pods: Sequence[Pod]) -> set[str]:
+        members = self._describe(pods)
+        return {each.name for each in members if each.role in DECODERS and each.state == "ready"}
+
+    async def _require_another_decoder(self) -> None:
+        ready = self._find_ready_decoders(await self._list_pods())
+        if len(ready) == 1:
             raise FleetError(
-                "there is one worker that generates answers, and a StatefulSet ends it before its "
-                "successor starts: `baton scale` has a second one, so that no request fails"
+                f"there is one worker that generates answers and is ready, {ready.pop()}, and a "
+                "StatefulSet ends it before its successor starts: `baton scale` has a second one, "
+                "so that no request fails; `baton status` shows why others are not ready"
+            )
+
+    def _require_decoder_left(
+        self, pods: Sequence[Pod], shrinking: Sequence[tuple[Workload, int]]
+    ) -> None:
+        """Pass, or raise: a StatefulSet ends its newest pods, also where only these serve."""
+        leaving = {
+            name
+            for workload, num in shrinking
+            for name in pod_names(workload, num, workload.spec.replicas)
+        }
+        ready = self._find_ready_decoders(pods)
+        if ready and ready <= leaving:
+            raise FleetError(
+                f"{', '.join(sorted(ready))} would go, as a StatefulSet ends its newest pods, and "
+                "no other worker that generates answers is ready: `baton status` shows why"
             )
 
     async def _grow(self, growing: Sequence[tuple[Workload, int]]) -> AsyncIterator[str]:
@@ -235,8 +257,11 @@ class KubernetesFleet:
                 yield line
 
     async def _shrink(self, shrinking: Sequence[tuple[Workload, int]]) -> AsyncIterator[str]:
-        pods = {pod.name: pod for pod in await self._list_pods()} if shrinking else {}
-        leaving: list[Pod] = []
+        if not shrinking:
+            return
+        present = await self._list_pods()
+        self._require_decoder_left(present, shrinking)
+        pods, leaving = {pod.name: pod for pod in present}, list[Pod]()
         for workload, num in shrinking:
             await self._set_replicas(workload, num)
             names = pod_names(workload, num, workload.spec.replicas)

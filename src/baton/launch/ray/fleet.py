@@ -14,6 +14,7 @@ from baton.errors import UNDECODABLE
 from baton.launch.errors import FleetError, UnplacedError
 from baton.launch.fleet import COUNTED, FleetMember, FleetStatus, MemberRole
 from baton.launch.folder import ray_folder, remove_monitor
+from baton.launch.operations import READY_TIMEOUT_S
 from baton.launch.ray.connection import CONNECT_TIMEOUT_S, check_ray, connected, find_address
 from baton.launch.ray.hosts import path_of
 from baton.launch.ray.members_file import read_member
@@ -71,12 +72,16 @@ class RayFleet:
             if role in DECODERS and count == 0:
                 raise FleetError(f"no worker would decode any more: keep at least one {role}")
         for role, count in wanted.items():
-            current = await self._list_counted(role, names)
-            others = [name for name in _of_role(role, names) if name not in current]
+            members = await self._report_all(role, names)
+            current = [member for member in members if member.state in COUNTED]
+            others = [member.name for member in members if member.state not in COUNTED]
             async for line in self._add(self._group_of(role), count - len(current), names):
                 yield line
-            for name in reversed(current[count:]):
-                async for line in self._take_out(name):
+            # Those that do not serve go first: one whose host is lost is "starting" without limit.
+            newest_first = current[::-1]
+            leaving = sorted(newest_first, key=lambda member: member.state == "ready")
+            for member in leaving[: max(0, len(current) - count)]:
+                async for line in self._take_out(member.name):
                     yield line
             for name in others:  # else it, or its next life on another host, were one too many
                 yield await self._end(name)
@@ -91,11 +96,11 @@ class RayFleet:
             )
         role = role_of(worker)
         if role in DECODERS | {"gateway"} and not (
-            set(await self._list_counted(role, names)) - {worker}
+            set(await self._list_ready(role, names)) - {worker}
         ):
             raise FleetError(
-                f"{worker} is the last {role} of this fleet; start another one first, or end the "
-                "fleet with `baton down`"
+                f"{worker} is the last {role} of this fleet, as no other one is ready; start "
+                "another one first, or end the fleet with `baton down`"
             )
         async for line in self._take_out(worker):
             yield line
@@ -143,16 +148,14 @@ class RayFleet:
                 yield line
             since = new.next_number
 
-    async def _list_counted(self, role: MemberRole, names: Collection[str]) -> list[str]:
-        """Processes of a role that serve or start, the oldest first."""
-        return await self._list_in_state(role, names, COUNTED)
+    async def _list_ready(self, role: MemberRole, names: Collection[str]) -> list[str]:
+        """Processes of a role that serve, the oldest first."""
+        members = await self._report_all(role, names)
+        return [member.name for member in members if member.state == "ready"]
 
-    async def _list_in_state(
-        self, role: MemberRole, names: Collection[str], states: Collection[str]
-    ) -> list[str]:
-        """Processes of a role in these states, the oldest first; without an answer: "starting"."""
-        members = await asyncio.gather(*(self._report(name) for name in _of_role(role, names)))
-        return [member.name for member in members if member.state in states]
+    async def _report_all(self, role: MemberRole, names: Collection[str]) -> list[FleetMember]:
+        """Processes of a role, the oldest first; without an answer they are "starting"."""
+        return await asyncio.gather(*(self._report(name) for name in _of_role(role, names)))
 
     # Adding
 
@@ -196,7 +199,11 @@ class RayFleet:
         from baton.launch.ray.start import wait_until_ready  # noqa: PLC0415 - imports Ray
 
         return await wait_until_ready(
-            self._supervisors, names, timeout_s=self._timeout_s, on_waiting=lambda _: None
+            self._supervisors,
+            names,
+            timeout_s=self._timeout_s,
+            on_waiting=lambda _: None,
+            ready_timeout_s=READY_TIMEOUT_S,
         )
 
     # Taking out
@@ -228,7 +235,7 @@ class RayFleet:
             async for line in self._add(group, 1, names, near):
                 yield line
         except UnplacedError as exc:  # what does not start ends the upgrade: nothing is lost by it
-            if await self._list_in_state(group.role, names, {"ready"}) == [name]:
+            if await self._list_ready(group.role, names) == [name]:
                 raise FleetError(
                     f"the upgrade ends here, and {name} serves as before: there is no room for its "
                     f"successor, and no other worker serves in its role. {exc}"

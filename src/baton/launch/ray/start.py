@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -182,26 +183,34 @@ async def wait_until_ready(
     *,
     timeout_s: float,
     on_waiting: Callable[[Sequence[str]], None],
+    ready_timeout_s: float = inf,
 ) -> list[FleetMember]:
     """Until each process serves.
 
     Raises:
-        FleetError: one has ended too often, or its supervisor does not answer for `timeout_s`.
+        FleetError: one has ended too often, is not ready after `ready_timeout_s`, or its supervisor
+            does not answer for `timeout_s`.
     """
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + ready_timeout_s
     while True:
         calls = (supervisors.call(name, "status", timeout_s=timeout_s) for name in names)
         members = [read_member(answer) for answer in await asyncio.gather(*calls)]
         for member in members:
             if member.state in {"failed", "ended"}:
-                raise FleetError(await _explain_failure(supervisors, member))
+                reason = member.reason or "failed"
+                raise FleetError(await _explain_failure(supervisors, member, reason))
         waiting = [member for member in members if member.state != "ready"]
         on_waiting([f"{m.name} ({m.reason})" if m.reason else m.name for m in waiting])
         if not waiting:
             return members
+        if loop.time() >= give_up_at:
+            reason = f"was not ready after {ready_timeout_s:g} s"
+            raise FleetError(await _explain_failure(supervisors, waiting[0], reason))
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _explain_failure(supervisors: FleetActors, member: FleetMember) -> str:
+async def _explain_failure(supervisors: FleetActors, member: FleetMember, reason: str) -> str:
     try:
         answer = await supervisors.call(
             member.name, "lines", -NUM_SHOWN_LINES, timeout_s=HEAD_TIMEOUT_S
@@ -211,7 +220,7 @@ async def _explain_failure(supervisors: FleetActors, member: FleetMember) -> str
     except (FleetError, msgspec.MsgspecError) as exc:
         quoted = f"    ({exc})"
     return (
-        f"{member.name} on {member.host} {member.reason or 'failed'}. Its last lines:\n"
+        f"{member.name} on {member.host} {reason}. Its last lines:\n"
         f"{quoted or '    (it wrote nothing)'}"
     )
 

@@ -136,6 +136,15 @@ def test_scaling_down_takes_the_newest(supervisors):
     assert [name for call, name in supervisors.calls if call == "stop"] == ["decode-10", "decode-1"]
 
 
+@pytest.mark.parametrize("name", ["decode-0", "decode-1"])
+def test_scaling_down_keeps_those_that_serve(supervisors, name):
+    """A host that is lost leaves its worker "starting" without limit."""
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    supervisors.away.add(name)
+    lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=1)))
+    assert supervisors.calls == [("remove", name)]
+
+
 @pytest.mark.parametrize("state", ["draining", "ended", "failed"])
 def test_workers_that_serve_nobody_do_not_count_and_are_removed(supervisors, state):
     pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
@@ -145,8 +154,12 @@ def test_workers_that_serve_nobody_do_not_count_and_are_removed(supervisors, sta
     assert "decode-1" in supervisors.names
 
 
-def test_the_last_worker_that_serves_is_not_drained(supervisors):
-    supervisors.states["decode-1"] = "failed"
+@pytest.mark.parametrize("state", ["failed", "starting", "away"])
+def test_the_last_worker_that_serves_is_not_drained(supervisors, state):
+    if state == "away":
+        supervisors.away.add("decode-1")
+    else:
+        supervisors.states["decode-1"] = state
     with pytest.raises(FleetError, match="decode-0 is the last decode"):
         lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-0"))
     assert not supervisors.calls
@@ -187,6 +200,31 @@ def test_a_successor_that_does_not_start_ends_the_upgrade_and_nothing_else(
     with pytest.raises(FleetError, match=r"decode-0 serves.*decode-2 on h failed") as told:
         lines_of(RayFleet(supervisors, PLAN, 1.0).upgrade())
     assert "`baton drain decode-0`" in str(told.value)
+    assert supervisors.names == before
+    assert supervisors.calls == [("remove", "decode-2")]
+
+
+@pytest.mark.parametrize("change", ["scale", "upgrade"])
+def test_a_worker_that_never_gets_ready_is_given_up_and_removed(supervisors, monkeypatch, change):
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+
+    def create_supervisor(plan, group, name, *, near):
+        supervisors.names.add(name)
+        supervisors.states[name] = "starting"
+
+    monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
+    monkeypatch.setattr(fleet_module, "READY_TIMEOUT_S", 0.01, raising=False)
+    supervisors.names.remove("prefill-0")
+    supervisors.tail.append("loads")
+    before, fleet = set(supervisors.names), RayFleet(supervisors, PLAN, 1.0)
+    lines = fleet.upgrade() if change == "upgrade" else fleet.scale(FleetSize(decode=3))
+
+    async def scenario():
+        async with asyncio.timeout(5):
+            return [line async for line in lines]
+
+    with pytest.raises(FleetError, match=r"decode-2 on h was not ready after 0\.01 s.*\n    loads"):
+        asyncio.run(scenario())
     assert supervisors.names == before
     assert supervisors.calls == [("remove", "decode-2")]
 
