@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.clock import MachineClock
 from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
 from baton.transfer.transports.mooncake import session as session_module
 from baton.transfer.transports.mooncake.session import MooncakeSession
@@ -25,7 +26,7 @@ class TestMooncake(NetworkTransportContract, NetworkReadingContract):
 def test_its_process_does_not_know_the_cluster_key(monkeypatch):
     monkeypatch.setattr(session_module, "subprocess", subprocess)  # as it is started by users
     monkeypatch.setenv("BATON_CLUSTER_KEY", "0" * 64)
-    session = MooncakeSession("127.0.0.1", "lo", protocol="tcp", devices="")
+    session = MooncakeSession("127.0.0.1", "lo", protocol="tcp", devices="", clock=MachineClock())
     try:
         environ, variables = Path(f"/proc/{session._process.pid}/environ"), [b""]
         while not any(variable.startswith(b"PATH=") for variable in variables):

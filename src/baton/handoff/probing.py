@@ -194,6 +194,7 @@ class LinkProber:
         match event:
             case RemoteAttached(remote) if remote == run.remote:
                 run.is_attached = True
+                run.deadline = self._deadline()
                 if run.is_push:
                     self._peers.send(run.peer, ProbeRequest(run.grant, run.peer_transport.kind))
             case RemoteLost(remote, error) if remote == run.remote:
@@ -318,7 +319,9 @@ class LinkProber:
         """The peer does not answer, or handoffs leave no room between their transfers."""
         if len(run.series.samples) > 1 and not run.is_half_open:
             return self._conclude(run)
-        if run.is_in_flight or (run.is_half_open and not run.is_attached):
+        if not run.is_attached:
+            self._abandon(run, "it takes too long to attach")
+        elif run.is_in_flight:
             self._abandon(run, "no answer to a probe")
         else:
             self._end(run)

@@ -92,6 +92,8 @@ class PeerGrants:
         self._closing: set[TicketId] = set()
         self._unadmitted: set[TicketId] = set()
         """Open by the peer's own message; that of the handoff may still be on its way."""
+        self._announced_early: set[TicketId] = set()
+        """Announced by the handoff before this side was attached: only the peer opens them here."""
         self._closed_early: set[TicketId] = set()
         self._held: dict[TicketId, list[HeldWrite]] = {}
 
@@ -126,7 +128,7 @@ class PeerGrants:
             case GrantOpened(grant, packed, is_announced):
                 if grant not in self._open:
                     self._opened(TicketId(grant), PageSet(unpack_pages(packed)))
-                    if is_announced:
+                    if is_announced and grant not in self._announced_early:
                         self._unadmitted.add(TicketId(grant))
             case GrantNotOpen(grant):
                 self._refuse_held(TicketId(grant))
@@ -136,12 +138,27 @@ class PeerGrants:
                 assert_never(unknown)
         return None
 
+    def note(self, grant: TicketId) -> None:
+        """The handoff announces a grant, and this side is not attached yet.
+
+        The peer may close it before it knows this side, and then asks nothing: it is not opened.
+        One that is still open comes with `Attached`, or is asked for when a write needs it.
+
+        Raises:
+            ProtocolError: too many were announced.
+        """
+        if len(self._announced_early) >= MAX_GRANTS:
+            raise ProtocolError("the peer announced more grants than can be remembered")
+        self._announced_early.add(grant)
+
     def admit(self, grant: TicketId, pages: NDArray[np.int64]) -> None:
         """The handoff announces a grant: begin what was held for it, unless it was closed since.
 
         Raises:
             ProtocolError: too many are open, or it is closing this one.
         """
+        if grant in self._announced_early:
+            return
         if grant in self._open:
             self._unadmitted.discard(grant)
             return
@@ -171,6 +188,7 @@ class PeerGrants:
         self._open.clear()
         self._closing.clear()
         self._unadmitted.clear()
+        self._announced_early.clear()
         self._closed_early.clear()
         for held in [each for waiting in self._held.values() for each in waiting]:
             self._reactor.report(WriteFailed(held.transfer, error))
@@ -189,7 +207,8 @@ class PeerGrants:
                 self._reactor.report(WriteFailed(held.transfer, error))
 
     def _close(self, grant: TicketId) -> TicketId:
-        if grant not in self._open or grant in self._unadmitted:
+        is_announced = grant in self._open or grant in self._announced_early
+        if not is_announced or grant in self._unadmitted:
             if len(self._closed_early) >= MAX_EARLY_CLOSES:
                 raise ProtocolError("the peer closed more grants than can be remembered")
             self._closed_early.add(grant)
@@ -223,7 +242,10 @@ class PeerWritesRemote(ConnectedRemote):
         if self._connection is None or self._loss is not None:
             return
         try:
-            self._grants.admit(grant, pages)
+            if self.is_attaching:
+                self._grants.note(grant)
+            else:
+                self._grants.admit(grant, pages)
         except ProtocolError as exc:
             self._connection.fail(exc)
 

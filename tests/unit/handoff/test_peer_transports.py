@@ -19,8 +19,9 @@ from baton.handoff.peer_transports import (
     Reachability,
 )
 from baton.handoff.prefill_sender import PrefillSender
-from baton.handoff.probing import LinkProber
+from baton.handoff.probing import PROBE_AGAIN_S, STEP_TIMEOUT_S, LinkProber
 from baton.testing.clocks import ManualClock
+from baton.transfer.interface import RemoteAttached
 from baton.transfer.links.choice import NullObserver
 from baton.transfer.links.cost_model import NETWORK, TransferShape
 from baton.transfer.links.probes import ProbeBounds
@@ -146,7 +147,8 @@ def test_a_half_open_route_is_not_being_attached() -> None:
 
 def make_prober(route: Route) -> LinkProber:
     target = SimpleNamespace(has_memory=True)
-    return LinkProber(route.table, SimpleNamespace(), target, ProbeBounds())
+    peers = SimpleNamespace(send=lambda *_: None)
+    return LinkProber(route.table, peers, target, ProbeBounds())
 
 
 def test_a_half_open_route_is_probed_though_data_is_moving_and_others_are_not() -> None:
@@ -181,6 +183,37 @@ def test_a_half_open_route_that_cannot_be_probed_is_left_alone(
     prober.step(num_handoffs=0, is_moving=False)
     assert route.table.reach(route.peer) is Reachability.NONE
     assert PeerTransportLost(route.peer, "tcp") in route.table.tick()
+
+
+def test_a_route_that_is_attached_slowly_is_probed_again_after_a_pause() -> None:
+    route = Route()
+    prober = make_prober(route)
+    route.attached()
+    prober.ask(route.peer)
+    prober.step(num_handoffs=0, is_moving=False)
+    assert prober.active is not None
+    route.clock.advance(STEP_TIMEOUT_S + 0.1)
+    for _ in range(2):
+        prober.step(num_handoffs=0, is_moving=False)
+        assert prober.active is None
+    route.clock.advance(PROBE_AGAIN_S)
+    prober.step(num_handoffs=0, is_moving=False)
+    assert prober.active is not None
+
+
+def test_the_time_to_attach_is_not_taken_from_the_time_to_answer() -> None:
+    route = Route()
+    prober = make_prober(route)
+    route.attached()
+    prober.ask(route.peer)
+    prober.step(num_handoffs=0, is_moving=False)
+    run = prober.active
+    assert run is not None
+    route.clock.advance(STEP_TIMEOUT_S - 0.1)
+    prober.handle_transfer_event(route.transport, RemoteAttached(run.remote))
+    route.clock.advance(STEP_TIMEOUT_S - 0.1)
+    prober.step(num_handoffs=0, is_moving=False)
+    assert prober.active is run
 
 
 @pytest.mark.parametrize("is_idle_before", [False, True])

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.clock import MachineClock
+from baton.config.sections import HandoffSection
 from baton.errors import TransferError
 from baton.net.framing import encode
+from baton.testing.clocks import ManualClock
 from baton.transfer.region import allocate_shared_region, release_region
 from baton.transfer.transports.mooncake import session as mooncake
 from baton.transfer.transports.mooncake.session import (
@@ -33,11 +36,25 @@ class StandIn:
         pass
 
 
+class SlowClock(ManualClock):
+    """Each look at it takes a while."""
+
+    def now(self):
+        self.advance(0.02)
+        return super().now()
+
+
+def start(clock=None):
+    return MooncakeSession(
+        "127.0.0.1", "lo", protocol="tcp", devices="", clock=clock or MachineClock()
+    )
+
+
 @pytest.fixture
 def session(monkeypatch):
     monkeypatch.setattr(mooncake.subprocess, "Popen", StandIn)
     monkeypatch.setattr(mooncake, "START_TIMEOUT_S", 0.05)
-    session = MooncakeSession("127.0.0.1", "lo", protocol="tcp", devices="")
+    session = start()
     yield session
     session.close()
 
@@ -56,7 +73,7 @@ def say(session, *reports):
 
 def test_without_a_descriptor_left_a_session_fails_as_transfers_do():
     with no_descriptors(), pytest.raises(TransferError, match="Too many open files"):
-        MooncakeSession("127.0.0.1", "lo", protocol="tcp", devices="")
+        start()
 
 
 def test_a_transfer_that_was_not_begun_cannot_be_done(session):
@@ -69,6 +86,21 @@ def test_a_process_that_has_started_describes_its_region_next(session, region):
     say(session, Started(), Started(), Registered(1, 4096))
     with pytest.raises(TransferError, match="no region"):
         session.get_metadata(region)
+
+
+def test_the_whole_start_is_waited_for_no_longer_than_that(monkeypatch, region):
+    monkeypatch.setattr(mooncake.subprocess, "Popen", StandIn)
+    monkeypatch.setattr(mooncake, "START_TIMEOUT_S", 0.05)
+    session = start(SlowClock())
+    say(session, Started())
+    with pytest.raises(TransferError, match="timed out"):
+        session.get_metadata(region)
+    assert session._socket.gettimeout() == pytest.approx(0.01)
+    session.close()
+
+
+def test_a_process_has_much_less_time_to_start_than_peers_wait_for_a_sign_of_life():
+    assert HandoffSection().liveness_timeout_s > 1.4 * mooncake.START_TIMEOUT_S
 
 
 def test_a_descriptor_that_the_process_sends_is_not_kept(session, tmp_path):

@@ -14,6 +14,7 @@ from baton.transfer.interface import (
     Arrived,
     GrantQuiescent,
     PageWrite,
+    RemoteAttached,
     RemoteId,
     WriteCompleted,
     WriteFailed,
@@ -201,6 +202,28 @@ class WriteGrantContract(TransportKit):  # noqa: PLR0904 - a method for each tes
         admitter = as_admitter(pair.writer.transport)
         if admitter is not None:
             admitter.admit_writes(remote, grant, np.array([0, 1]))
+        self.check_refused(pair, remote, grant, may_land=[0])
+
+    @pytest.mark.parametrize("is_closed", [True, False])
+    def test_what_is_announced_while_the_writer_attaches_is_opened_by_its_owner(
+        self, pair: TransportPair, *, is_closed: bool
+    ) -> None:
+        """Closed before the owner knows the writer, it stays closed: no writer is asked to stop."""
+        grant = pair.open_grant([0, 1], is_announced=True)
+        remote = pair.writer.transport.attach(pair.reader.descriptor)
+        admitter = as_admitter(pair.writer.transport)
+        if admitter is not None:
+            admitter.admit_writes(remote, grant, np.array([0, 1]))
+        if is_closed:
+            pair.reader.transport.close_grant(grant)
+            pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
+        pair.pump(lambda: RemoteAttached(remote) in pair.writer_events)
+        if is_closed:
+            self.check_refused(pair, remote, grant)
+            return
+        check_write(pair, remote, grant, ONE_PAGE)
+        pair.reader.transport.close_grant(grant)
+        pair.pump(lambda: pair.seen(GrantQuiescent) == [GrantQuiescent(grant)])
         self.check_refused(pair, remote, grant, may_land=[0])
 
     def test_a_grant_that_went_well_is_finished_without_asking(self, pair: TransportPair) -> None:

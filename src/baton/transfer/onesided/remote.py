@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from baton.kv.copies import PageCopies
     from baton.net.channel import Channel
     from baton.net.connection import Connection
-    from baton.transfer.onesided.session import Library, OneSidedSession
+    from baton.transfer.onesided.session import Direction, Library, OneSidedSession
 
 logger: Final = logging.getLogger(__name__)
 
@@ -104,38 +104,43 @@ class OneSidedRemote(PeerWritesRemote, Generic[M]):
             error = self._loss or TransferError("this remote is not attached yet")
             self._reactor.report(ReadFailed(transfer, error))
             return
-        try:
-            handle = self._session.post("read", region, copies)
-        except TransferError as exc:
-            self._reactor.report(ReadFailed(transfer, PeerLostError(str(exc))))
-            self._fail(exc)
+        handle = _post(self._session, "read", region, copies)
+        if isinstance(handle, PeerLostError):
+            self._reactor.report(ReadFailed(transfer, handle))
+            self._fail(handle)
             return
         self._posted[transfer] = _Read(transfer, copies, handle)
         self.advance()
 
     def advance(self) -> None:
         """Make progress; report what is done."""
-        if self._session is None:
-            return
+        error = self._finish_done()
+        if error is not None:
+            self._fail(error)
+        self._send_activity()
+
+    def _finish_done(self) -> PeerLostError | None:
+        """Report what is done; an error of the session, as of `_post`."""
         try:
             for posted in list(self._posted.values()):
-                if self._loss is not None:  # the peer was lost while the one before was reported
-                    return
+                if self._session is None:  # the peer was lost while the one before was reported
+                    break
                 if self._session.is_done(posted.handle):
                     del self._posted[posted.transfer]
                     self._finish(posted)
         except TransferError as exc:
-            self._fail(exc)
-            return
-        self._send_activity()
+            return PeerLostError(str(exc))
+        return None
 
-    def _fail(self, cause: TransferError) -> None:
-        """The engine is of no more use: end the connection too."""
-        error = PeerLostError(str(cause))  # a fresh one: the frames of the cause hold the engine
-        if self._connection is not None and self._connection.is_open:
-            self._connection.fail(error)
-        else:
+    def _fail(self, error: PeerLostError) -> None:
+        """The engine is of no more use: lose the remote, and give the peer its memory back.
+
+        The end of the connection alone would prove nothing to a peer that waits for this process.
+        No cause of `error` may be in flight: its frames hold the engine, which has to end first.
+        """
+        if self._loss is None:
             self.lose(error)
+            self._send_memory_released()
 
     def _poll_inbound(self) -> None:
         """Before a transfer: a grant may just have been opened or closed, or the peer be lost."""
@@ -155,11 +160,10 @@ class OneSidedRemote(PeerWritesRemote, Generic[M]):
     def _start_write(self, transfer: TransferId, write: PageWrite, region: PagedRegion) -> None:
         if self._session is None:
             raise TransferError("this remote is not attached yet")
-        try:
-            handle = self._session.post("write", region, write.copies)
-        except TransferError as exc:
-            self._reactor.report(WriteFailed(transfer, PeerLostError(str(exc))))
-            self._fail(exc)
+        handle = _post(self._session, "write", region, write.copies)
+        if isinstance(handle, PeerLostError):
+            self._reactor.report(WriteFailed(transfer, handle))
+            self._fail(handle)
             return
         self._posted[transfer] = _Write(transfer, write, handle)
         self.advance()
@@ -208,12 +212,10 @@ class OneSidedRemote(PeerWritesRemote, Generic[M]):
         match decode_first_from_owner(body):
             case Attached(arrays, metadata):
                 self._check_arrays(arrays)
-                session = self._library.open_session()
-                try:
-                    session.load_metadata(metadata, self.descriptor)
-                except BatonError:  # ProtocolError, too
-                    session.close()
-                    raise
+                session = self._open_session(metadata)
+                if isinstance(session, PeerLostError):
+                    self._fail(session)
+                    return
                 self._session = session
                 self._connection.set_handlers(self._read, self.lose)
                 self._set_attached()
@@ -222,11 +224,40 @@ class OneSidedRemote(PeerWritesRemote, Generic[M]):
             case unknown:
                 assert_never(unknown)
 
+    def _open_session(self, metadata: bytes) -> OneSidedSession[M] | PeerLostError:
+        """A session that knows the peer's region, or why there is none, as of `_post`.
+
+        Raises:
+            ProtocolError: the peer sent no metadata.
+        """
+        try:
+            session = self._library.open_session()
+            try:
+                session.load_metadata(metadata, self.descriptor)
+            except BatonError:  # ProtocolError, too
+                session.close()
+                raise
+        except TransferError as exc:
+            return PeerLostError(str(exc))
+        return session
+
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
+            if self._loss is not None:  # a write that an earlier body began has failed
+                return
             closing = self._grants.handle(decode_from_owner(body))
             if closing is not None:
                 self._answer_close(closing)
+
+
+def _post(
+    session: OneSidedSession[M], direction: Direction, region: PagedRegion, copies: PageCopies
+) -> M | PeerLostError:
+    """Begin to move pages; an error is a fresh one: the frames of its cause hold the engine."""
+    try:
+        return session.post(direction, region, copies)
+    except TransferError as exc:
+        return PeerLostError(str(exc))
 
 
 def _has_closed(session: OneSidedSession[Any]) -> bool:

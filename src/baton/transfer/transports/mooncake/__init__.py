@@ -48,6 +48,7 @@ def _make_transport(options: MooncakeOptions, context: TransportContext) -> Tran
         find_interface(context.bind_host, options.advertise_host),
         protocol=options.protocol,
         devices=",".join(options.devices),
+        clock=context.clock,
     )
     return OneSidedTransport[MooncakeHandle](
         "mooncake",

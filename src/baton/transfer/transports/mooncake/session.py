@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from baton.clock import Clock
     from baton.ids import RegionHandle
     from baton.kv.copies import PageCopies
     from baton.transfer.interface import PageArray, PagedRegion, RegionDescriptor
@@ -145,7 +146,12 @@ def _require(body: bytes) -> bytes:
 
 
 MAX_ADDRESS: Final = 1 << 57
-START_TIMEOUT_S: Final = 10.0
+START_TIMEOUT_S: Final = 2.0
+"""In all, for a peer that attaches. The agent's thread waits meanwhile, and its peers give up a
+worker that is silent for `liveness_timeout_s` (3 s): all its handoffs would fail."""
+PINNED_BYTES_S: Final = 4 << 30
+"""Bytes that `rdma` may take a second for besides: it pins the region's memory."""
+MIN_WAIT_S: Final = 0.001
 ENVIRONMENT: Final = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384", "MC_LOG_LEVEL": "ERROR"}
 
 
@@ -170,6 +176,9 @@ class MooncakeHandle:
 class MooncakeSession:
     """See `OneSidedSession`. `get_metadata` waits for the process to start, a third of a second.
 
+    And for the region to be registered; for both together at most `START_TIMEOUT_S`, with `rdma`
+    and the time to pin it.
+
     Raises:
         TransferError: it cannot be started: no descriptor, or no memory, is left.
     """
@@ -177,7 +186,10 @@ class MooncakeSession:
     peer_process_writes = False
     needs_serving = True
 
-    def __init__(self, host: str, interface: str, *, protocol: str, devices: str) -> None:
+    def __init__(
+        self, host: str, interface: str, *, protocol: str, devices: str, clock: Clock
+    ) -> None:
+        self._clock, self._pins_memory = clock, protocol == "rdma"
         # Unauthenticated peers can reach it: it knows no secret.
         environment = {k: v for k, v in read_environment().items() if k != KEY_VARIABLE}
         try:
@@ -201,8 +213,10 @@ class MooncakeSession:
     def get_metadata(self, region: PagedRegion) -> bytes:
         """See `OneSidedSession`."""
         self._register(region)
-        self._socket.settimeout(START_TIMEOUT_S)
+        pinned_bytes = len(region.memory) if self._pins_memory else 0
+        deadline = self._clock.now() + START_TIMEOUT_S + pinned_bytes / PINNED_BYTES_S
         for _ in range(2):  # `Started` comes first
+            self._socket.settimeout(max(deadline - self._clock.now(), MIN_WAIT_S))
             report = self._receive()
             if isinstance(report, Registered):
                 return encode(MooncakeMetadata(report.port, report.base))
