@@ -814,6 +814,15 @@ def test_names_that_clients_invent_make_no_series_while_there_is_no_worker():
             series = await response.text()
         assert "invented" not in series
         assert 'baton_gateway_target_misses_total{model="",objective="ttft"} 3.0' in series
+        cluster.decodes[0].health_status = 200
+
+        async def is_served() -> bool:
+            async with cluster.post(PROMPT) as response:
+                return response.status == 200
+
+        await until_true(is_served)
+        assert cluster.metrics is not None
+        assert cluster.metrics.targets.knows(MODEL), "it is counted when its workers are gone, too"
 
     away = ScriptedWorker("away", "both", say_abc)
     away.health_status = 500

@@ -312,9 +312,9 @@ def test_what_would_come_too_late_is_refused_early():
 
     async def scenario(cluster: Cluster) -> None:
         asked = Asked(cluster)
-        for n in range(AT_ONCE + 25):
+        for n in range(AT_ONCE + 26):
             await asked.send(f"r{n}")
-        for _ in range(5):
+        for _ in range(6):  # the first one shows nothing of the rate
             await asyncio.sleep(0.2)
             gate.open(1)
         status, answer, headers = await ask(cluster, "late", x_baton_ttft_ms="500")

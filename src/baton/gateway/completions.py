@@ -235,10 +235,10 @@ class Completions:
             )
         context.metrics.duration.observe(now - context.received_at)
         if context.model_targets is not NO_TARGETS:
-            # Without workers a model's name is whatever clients send.
-            is_known = context.model in self._services.workers.fleet.models
-            model = context.model if is_known else NO_MODEL
-            self._services.metrics.targets.ended(context, model, code, now)
+            # While no worker is there a model's name is whatever clients send.
+            targets, models = self._services.metrics.targets, self._services.workers.fleet.models
+            is_known = context.model in models or targets.knows(context.model)
+            targets.ended(context, context.model if is_known else NO_MODEL, code, now)
         self._records.add(record)
         if self._services.audit is not None:
             self._services.audit.add(_audit(context, code, now, self._services.clock.unix_now()))

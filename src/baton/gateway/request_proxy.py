@@ -292,7 +292,8 @@ class RequestProxy:
             is_served = model in fleet.models or model in fleet.adapters
             return is_served or bool(fleet.models and not find_not_asked(workers.all))
 
-        if not is_known(workers.fleet):
+        waits = not workers.fleet.models or self._services.waiting.has_much_room
+        if waits and not is_known(workers.fleet):
             await self._wait(is_known)
             body = self._body = find_base(workers, self._body)
             self._context.model, self._context.adapter = body.model, body.adapter

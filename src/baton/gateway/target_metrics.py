@@ -46,6 +46,10 @@ class TargetMetrics:
         )
         self.totals: dict[tuple[str, str], TargetTotals] = {}
 
+    def knows(self, model: str) -> bool:
+        """Whether requests of a model were counted before."""
+        return any(name == model for name, _ in self.totals)
+
     def ended(self, context: RequestContext, model: str, code: int, now: Instant) -> None:
         """A request ended with this status, and counts as one of `model`.
 

@@ -39,6 +39,11 @@ class WaitingRequests:
         """Requests that may wait beside those that do."""
         return MAX_WAITING - len(self._waiting)
 
+    @property
+    def has_much_room(self) -> bool:
+        """Whether one may wait of which it is not known whether it can be served at all."""
+        return 2 * self.num_free > MAX_WAITING
+
     def ends_at(self) -> Instant:
         """When a wait that begins now ends at the latest."""
         return Instant(self._clock.now() + self._wait_s)

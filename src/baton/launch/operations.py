@@ -175,11 +175,15 @@ class FleetOperations:
         raise FleetError(f"there is no worker {name!r}; there are {', '.join(known)}")
 
     def _require_another(self, slot: ProcessSlot, remedy: str) -> None:
-        """Refuse to take out the last worker that generates answers: another one must be ready."""
+        """Refuse to take out the last worker that generates answers.
+
+        Another one must be ready; for one that is not ready itself one that starts will do.
+        """
         if slot.role == "prefill":  # decode workers compute prompts, too
             return
         generating = [*self._workers("decode"), *self._workers("both")]
-        if all(each is slot or each.state != "ready" for each in generating):
+        needed = {"ready"} if slot.state == "ready" else COUNTED
+        if all(each is slot or each.state not in needed for each in generating):
             raise FleetError(
                 f"{slot.name} is the last worker that generates answers, as no other one is ready: "
                 f"{remedy}"

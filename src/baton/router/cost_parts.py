@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 BEYOND: Final = 10.0
 """What a unit beyond a limit counts: the request is as good as lost, but sooner is better."""
 MOST_GAPS: Final = 3.0
-"""Times its target that a gap counts at most. An answer is not lost twice: one with a target that
-no worker keeps would keep all prompts away from its own."""
+"""Times its target that a gap of another answer counts at most. It is not lost twice: one with a
+target that no worker keeps would keep all prompts away from its own."""
 
 Objective: TypeAlias = Literal["goodput", "throughput"]
 Number = TypeVar("Number", "float", "NDArray[np.float64]")
@@ -356,9 +356,9 @@ def _weigh_gaps(
     `times_s`: of a step without prompts, as it is and with one answer more; the share of a worker's
     time that prompts took in `WINDOW_S`, and the seconds of this one. In a gap there is besides a
     step the piece of a prompt that is computed in it: as many tokens as a step has at most, and no
-    more than all those prompts. What is beyond a limit counts `BEYOND` times, up to `MOST_GAPS` of
-    it; all answers at a worker that have a limit are taken to have the least, or a step's time if
-    that is longer.
+    more than all those prompts. What is beyond a limit counts `BEYOND` times, of answers that are
+    under way up to `MOST_GAPS` of it; all of these at a worker that have a limit are taken to have
+    the least, or a step's time if that is longer.
     """
     rows, columns, (before_s, after_s, share, own_s) = usable.rows, costs.columns, times_s
     are_limited = request.itl_s is not None or columns.num_limited_of_all
@@ -380,14 +380,14 @@ def _weigh_gaps(
     stall = num_limited * (_count_beyond(before_s + with_it_s, limit_s) - without)
     answering = num_limited * (_count_beyond(gap_s, limit_s) - usual)
     if request.itl_s is not None:
-        answering += _count_beyond(gap_s, request.itl_s)
+        answering += _count_beyond(gap_s, request.itl_s, most=np.inf)
     return gap_s, stall, answering
 
 
 def _count_beyond(
-    gap_s: NDArray[np.float64], limit_s: NDArray[np.float64] | float
+    gap_s: NDArray[np.float64], limit_s: NDArray[np.float64] | float, most: float = MOST_GAPS
 ) -> NDArray[np.float64]:
-    times = np.minimum(gap_s / limit_s, MOST_GAPS)
+    times = np.minimum(gap_s / limit_s, most)
     counted: NDArray[np.float64] = BEYOND * np.maximum(0.0, times - 1.0)
     return counted
 

@@ -299,6 +299,31 @@ def test_what_the_workers_have_begun_before_a_queue_is_no_sign_of_a_slow_one(idl
     assert 9.0 < wait_s < 30.0, "ten others are before it"
 
 
+def test_what_is_taken_at_once_does_not_make_a_queue_look_fast():
+    """Queues that empty in one pass, again and again; then one that is served one by one."""
+    drain, now = DrainRate(), 0.0
+    for _ in range(300):
+        now += 6.0
+        drain.begin(now)
+        now += 5.0
+        for _ in range(4):
+            drain.take(1000, now)
+            now += 1e-5
+        drain.end(now)
+        assert drain.find(now) is None
+    drain.begin(now)
+    for num in range(1, 12):
+        now += 1.0
+        drain.take(1000, now)
+        found = drain.find(now)
+        assert found is None if num < 5 else found == pytest.approx(1000, rel=0.01)
+    now += 1.0
+    for _ in range(4):  # four workers have room at once
+        drain.take(1000, now)
+        now += 1e-5
+    assert 1000 < drain.find(now) < 1700
+
+
 def test_a_full_queue_makes_room_for_tenants_with_less_and_for_higher_classes():
     queue = AdmissionQueue(QueueLimits(max_requests=4))
     busy = [queued("busy", 10) for _ in range(4)]

@@ -133,6 +133,7 @@ def step(activity):
 
 
 def beyond(gap_s, limit_s):
+    """Of an answer that is under way."""
     return 10 * max(0.0, min(3.0, gap_s / limit_s) - 1)
 
 
@@ -161,7 +162,8 @@ def naive_gaps(computing, decode, request_, prefill_s, limits, *, is_divided):
     """
     usual, after = gap(*decode, 0), gap(*decode, 1)
     at_first, at_second = limits.get(computing[1].id), limits.get(decode[1].id)
-    cost = 0.0 if request_.itl_s is None else beyond(after, request_.itl_s)
+    own = request_.itl_s
+    cost = 0.0 if own is None else 10 * max(0.0, after / own - 1)
     if at_second:
         least = max(min(at_second), step(decode[0]))
         cost += len(at_second) * (beyond(after, least) - beyond(usual, least))

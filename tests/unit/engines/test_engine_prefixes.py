@@ -292,8 +292,17 @@ def test_a_store_that_does_not_answer_is_given_nothing_to_keep():
     assert not kept
     assert it.store.num_dropped_tokens == NUM_TOKENS
     it.prefixes.find(PrefixFound(order, 0, 3.0))
+    sequence.load_id = it.begin_load()
     it.prefixes.leave(sequence)
-    assert len(kept) == 1
+    assert len(kept) == 1, "its load was aborted, and the store is well"
+    sequence.num_computed = 0
+    order = it.look_up()
+    it.clock.advance(LOAD_TIMEOUT_S)
+    assert order in it.prefixes.take_late()
+    dropped = it.store.num_dropped_tokens
+    sequence.load_id, sequence.num_cached_tokens = None, 32
+    it.prefixes.leave(sequence)
+    assert it.store.num_dropped_tokens == dropped, "a preempted one has nothing to keep"
 
 
 def test_of_a_prompt_that_is_more_than_may_be_held_the_beginning_is_kept() -> None:

@@ -12,7 +12,12 @@ import pytest
 from baton.handoff.interface import KVLanded, LoadOrder, LookupOrder, PrefixFound
 from baton.handoff.pool_mode.block_copier import EntryBodies
 from baton.handoff.pool_mode.load_costs import FORGETTING, TierTime
-from baton.handoff.pool_mode.prefix_store import MAX_READ_BYTES, StoredPrefixes
+from baton.handoff.pool_mode.prefix_store import (
+    ELSEWHERE_S,
+    MAX_READ_BYTES,
+    REPORT_WAIT_S,
+    StoredPrefixes,
+)
 from baton.handoff.pool_mode.store_reader import ReadBatch
 from baton.handoff.read_prefixes import ReadOrder
 from baton.ids import TicketId
@@ -346,8 +351,10 @@ class Journal:
     def __init__(self) -> None:
         self.reported: set[bytes] = set()
         self.calls: list[tuple[int, int, str]] = []
+        self.num_steps, self.is_theirs = 0, False
 
     def step(self, _: object) -> float:
+        self.num_steps += 1
         return 1.0
 
     def reports(self, segment: TokenSegment) -> bool:
@@ -358,7 +365,8 @@ class Journal:
 
     def add_present(self, segments, token_ids, salt, name_parts) -> None:
         assert len(token_ids) >= segments[-1].stop
-        self.reported |= {segment.block_hash for segment in segments}
+        if not self.is_theirs:
+            self.reported |= {segment.block_hash for segment in segments}
         self.calls.append((segments[0].start, segments[-1].stop, salt))
 
 
@@ -374,3 +382,30 @@ def test_what_a_lookup_finds_and_nobody_has_reported_is_reported_once():
     it.look_up(1, start=SIZE)
     it.prefixes.step()
     assert len(journal.calls) == 1
+
+
+def test_what_is_others_to_report_is_not_looked_for_with_each_lookup():
+    """As what lies in the memory of a worker that reports it itself."""
+    it, journal = Setting(), Journal()
+    it.prefixes.access.journal = journal
+    it.store.name_parts = None
+    journal.is_theirs = True
+    for _ in range(3):
+        it.look_up(1)
+        it.prefixes.step()
+    assert (len(journal.calls), journal.num_steps) == (1, 3)
+    it.clock.advance(ELSEWHERE_S)
+    it.look_up(1)
+    it.prefixes.step()
+    assert len(journal.calls) == 2
+
+
+def test_reports_keep_nothing_from_being_looked_at():
+    it, journal = Setting(), Journal()
+    it.prefixes.access.journal = journal
+    it.store.name_parts = None
+    for number in range(1, 4):
+        it.look_up(number)
+    waits = [it.prefixes.step() for _ in range(4)]
+    assert waits == [REPORT_WAIT_S, REPORT_WAIT_S, 1.0, 1.0]
+    assert (len(journal.calls), journal.num_steps) == (3, 4)

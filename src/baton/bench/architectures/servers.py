@@ -61,7 +61,7 @@ class InterruptedBenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The servers' environment, which holds the cluster key; the clock; the interrupt."""
+    """The servers' environment, with the cluster key unless a file has it; clock; interrupt."""
 
     environment: Mapping[str, str]
     clock: Clock

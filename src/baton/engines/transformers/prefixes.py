@@ -66,6 +66,8 @@ class EnginePrefixes:
         self._lookups: dict[TicketId, _Lookup] = {}
         self._loads: dict[TicketId, _Load] = {}
         self._late: set[TicketId] = set()
+        self._aborted: set[TicketId] = set()
+        """Those of them whose request has left in time."""
         self._cost = LookupCost(clock.now())
         self.loads = None if store is None else StoreLoads(0, 0, 0.0)
         """What the store has given; what came too late counts as no tokens."""
@@ -134,6 +136,7 @@ class EnginePrefixes:
         """How many first tokens of a prompt the store has; None where they are nothing new."""
         lookup = self._lookups.pop(found.ticket, None)
         self._late.discard(found.ticket)
+        self._aborted.discard(found.ticket)
         if lookup is None:
             return None
         num_found = found.num_tokens - lookup.start
@@ -163,6 +166,7 @@ class EnginePrefixes:
         """Nothing of this load is in use at the store."""
         self._loads.pop(order, None)
         self._late.discard(order)
+        self._aborted.discard(order)
 
     def take_late(self) -> list[TicketId]:
         """Lookups and loads that are late since the last call: no request waits for them."""
@@ -189,11 +193,12 @@ class EnginePrefixes:
             del self._lookups[sequence.load_id]
         elif sequence.load_id in self._loads:
             self._abort(sequence.load_id)
+            self._aborted.add(sequence.load_id)
         ticket = sequence.ticket
         if isinstance(sequence.kind, PrefillRequest) and ticket and ticket.mode == "pool":
             return
-        if self._late:  # orders would pile up at a store that does not answer
-            self._store.drop(sequence.num_computed - sequence.num_cached_tokens)
+        if self._late > self._aborted:  # orders would pile up at a store that does not answer
+            self._store.drop(max(0, sequence.num_computed - sequence.num_cached_tokens))
             return
         order = self._kept.hold(sequence, self._store.block_size)
         if order is not None:

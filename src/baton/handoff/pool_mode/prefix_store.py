@@ -21,6 +21,7 @@ import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.clock import Instant
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from baton.handoff.pool_mode.store_reader import ReadBatch, StoreReader
     from baton.handoff.pool_mode.store_writer import StoreWriter
     from baton.ids import TicketId
+    from baton.kv.identity import BlockHash
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ ERROR_PAUSE_S: Final = 1.0
 """Until a store that could not be looked at is looked at again."""
 OTHERS_S: Final = 0.25
 """While something is loaded: between two batches of what is to be kept, and looks at entries."""
+REPORT_WAIT_S: Final = 0.05
+"""Between two reports of what lookups have found."""
+ELSEWHERE_S: Final = 60.0
+MAX_ELSEWHERE: Final = 4096
 TURNS_S: Final = 2.0
 """So long a load goes on though computing would have been quicker: others take turns with it."""
 
@@ -146,6 +152,8 @@ class StoredPrefixes:
     _unreported: deque[tuple[LookupOrder, Sequence[TokenSegment]]] = field(
         default_factory=partial(deque, maxlen=MAX_FOUND)
     )
+    _elsewhere: OrderedDict[BlockHash, Instant] = field(default_factory=OrderedDict)
+    """Last blocks of what was found and is others' to report, and until when that is believed."""
     _read: dict[TicketId, ReadBatch] = field(default_factory=dict)
     """The pool's thread adds to it, the engine's takes out."""
     _loads: dict[TicketId, _Load] = field(default_factory=dict)
@@ -253,10 +261,25 @@ class StoredPrefixes:
                 adapter = "" if order.adapter is None else order.adapter.name
                 salt = salt_of_adapter(order.tenant_salt, adapter)
                 journal.add_present(found, order.prompt_ids, salt, self._writer.name_parts)
-            return journal.step(self._writer.name_parts) if not self._unreported else 0.0
+                if not journal.reports(found[-1]):
+                    self._note_elsewhere(found[-1])
+            wait_s = journal.step(self._writer.name_parts)
+            return min(wait_s, REPORT_WAIT_S) if self._unreported else wait_s
         except Exception as exc:  # noqa: BLE001 - a broken store must not end this thread
             _log(exc)
             return ERROR_PAUSE_S
+
+    def _may_report(self, found: TokenSegment) -> bool:
+        """Whether it is not reported, nor known to be where others report."""
+        journal, until = self.access.journal, self._elsewhere.get(found.block_hash, -inf)
+        is_new = journal is not None and not journal.reports(found)
+        return is_new and self.clock.now() >= until
+
+    def _note_elsewhere(self, found: TokenSegment) -> None:
+        """Others report it, as what is in their memory: it is not looked for here for a while."""
+        self._elsewhere[found.block_hash] = Instant(self.clock.now() + ELSEWHERE_S)
+        if len(self._elsewhere) > MAX_ELSEWHERE:
+            self._elsewhere.popitem(last=False)
 
     def _promote(self) -> float | None:
         try:
@@ -343,7 +366,7 @@ class StoredPrefixes:
         if (journal := self.access.journal) is not None:
             for missing in wanted[num_found : num_found + 1]:
                 journal.note_missing(missing)
-            if num_found and not journal.reports(wanted[num_found - 1]):
+            if num_found and self._may_report(wanted[num_found - 1]):
                 self._unreported.append((order, wanted[:num_found]))
         if not num_found:
             self.counts.num_missing += 1

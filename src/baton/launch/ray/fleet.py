@@ -95,15 +95,19 @@ class RayFleet:
                 f"{', '.join(sorted(names, key=_order))}"
             )
         role = role_of(worker)
-        if role in DECODERS | {"gateway"} and not (
-            set(await self._list_ready(role, names)) - {worker}
-        ):
+        if role in DECODERS | {"gateway"} and not await self._has_another(worker, role, names):
             raise FleetError(
                 f"{worker} is the last {role} of this fleet, as no other one is ready; start "
                 "another one first, or end the fleet with `baton down`"
             )
         async for line in self._take_out(worker):
             yield line
+
+    async def _has_another(self, worker: str, role: MemberRole, names: Collection[str]) -> bool:
+        """Whether another one is ready; for one that is not ready one that starts will do."""
+        states = {each.name: each.state for each in await self._report_all(role, names)}
+        needed = {"ready"} if states.pop(worker, None) == "ready" else COUNTED
+        return any(state in needed for state in states.values())
 
     async def upgrade(self) -> AsyncIterator[str]:
         """See `FleetControl`.

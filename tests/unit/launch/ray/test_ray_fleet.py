@@ -167,6 +167,14 @@ def test_the_last_worker_that_serves_is_not_drained(supervisors, state):
     assert "decode-1" not in supervisors.names
 
 
+def test_a_worker_that_serves_nobody_is_drained_while_another_one_starts(supervisors):
+    supervisors.states |= {"decode-0": "failed", "decode-1": "starting"}
+    lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-0"))
+    assert "decode-0" not in supervisors.names
+    with pytest.raises(FleetError, match="decode-1 is the last decode"):
+        lines_of(RayFleet(supervisors, PLAN, 1.0).drain("decode-1"))
+
+
 def test_successors_of_assigned_workers_start_where_these_are(supervisors, monkeypatch):
     pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
     started = []
