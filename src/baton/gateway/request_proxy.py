@@ -282,24 +282,26 @@ class RequestProxy:
         return placement
 
     async def _check_prompt(self) -> None:
-        """Refuse a prompt that is certainly too long; find who has how much of it cached.
+        """Refuse a prompt that is certainly too long; find who has how much of it cached."""
+        if self._body.model not in self._services.workers.fleet.models:
+            await self._wait_for_model()
+        self._match = await find_prompt(self._services, self._body)
+        if self._match is not None:
+            self._num_tokens = self._match.num_tokens
 
-        A model that no worker serves is waited for while workers are asked what they serve.
-        """
+    async def _wait_for_model(self) -> None:
+        """No worker serves it: wait while some are asked for the first time what they serve."""
         workers, model = self._services.workers, self._body.model
 
         def is_known(fleet: Fleet) -> bool:
             is_served = model in fleet.models or model in fleet.adapters
             return is_served or bool(fleet.models and not find_not_asked(workers.all))
 
-        waits = not workers.fleet.models or self._services.waiting.has_much_room
-        if waits and not is_known(workers.fleet):
+        may_wait = not workers.fleet.models or self._services.waiting.has_much_room
+        if may_wait and not is_known(workers.fleet):
             await self._wait(is_known)
             body = self._body = find_base(workers, self._body)
             self._context.model, self._context.adapter = body.model, body.adapter
-        self._match = await find_prompt(self._services, self._body)
-        if self._match is not None:
-            self._num_tokens = self._match.num_tokens
 
     def _look_again(self) -> None:
         """Caches and loads have changed since it was admitted: it has waited, or was under way."""
