@@ -126,3 +126,5 @@ async def life(
         await asyncio.gather(alive.running, return_exceptions=True)
         if takes_leave:
             await announcer.leave()
+        else:
+            announcer._heartbeats.close()
