@@ -38,15 +38,15 @@ class DrainRate:
 
     def take(self, num_tokens: int, now: float) -> None:
         """A request was taken."""
-        if self._last_at is not None and now - self._last_at > AT_ONCE_S:
-            gap_s = now - self._last_at
+        gap_s = inf if self._last_at is None else now - self._last_at
+        if AT_ONCE_S < gap_s < inf:
             self._decay(min(gap_s / RATE_WINDOW_S, 1 / LEAST_COUNTED))
             self._seconds += gap_s
             self._counts = True
         if self._counts:
             self._tokens += num_tokens
             self._num_taken = min(LEAST_TAKEN, self._num_taken + 1)
-        if self._last_at is None or now - self._last_at > AT_ONCE_S:
+        if gap_s > AT_ONCE_S:
             self._last_at = now
 
     def end(self, now: float) -> None:

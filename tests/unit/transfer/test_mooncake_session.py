@@ -99,6 +99,18 @@ def test_the_whole_start_is_waited_for_no_longer_than_that(monkeypatch, region):
     session.close()
 
 
+def test_with_rdma_the_time_to_pin_the_region_is_added(monkeypatch, region):
+    monkeypatch.setattr(mooncake.subprocess, "Popen", StandIn)
+    monkeypatch.setattr(mooncake, "START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(mooncake, "PINNED_BYTES_S", len(region.memory) / 0.1)
+    session = MooncakeSession("127.0.0.1", "lo", protocol="rdma", devices="", clock=SlowClock())
+    say(session, Started())
+    with pytest.raises(TransferError, match="timed out"):
+        session.get_metadata(region)
+    assert session._socket.gettimeout() == pytest.approx(0.11)
+    session.close()
+
+
 def test_a_process_has_much_less_time_to_start_than_peers_wait_for_a_sign_of_life():
     assert HandoffSection().liveness_timeout_s > 1.4 * mooncake.START_TIMEOUT_S
 
