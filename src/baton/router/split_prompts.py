@@ -104,7 +104,7 @@ def find_split(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Two workers that may share a prompt of `num_tokens`; the first has cached `num_cached`.
+    """Two workers for one prompt of `num_tokens`; the first has cached `num_cached` of them.
 
     What either takes to compute is its factor times the line; the second one follows by `lead` of
     that. Alone it would take `alone_s`. Prompts take the share `busy` of the busier one's time.

@@ -61,6 +61,7 @@ OTHERS_S: Final = 0.25
 REPORT_WAIT_S: Final = 0.05
 """Between two reports of what lookups have found."""
 ELSEWHERE_S: Final = 60.0
+"""Until what was found, and is others' to report, is looked for once more: it may have moved."""
 MAX_ELSEWHERE: Final = 4096
 TURNS_S: Final = 2.0
 """So long a load goes on though computing would have been quicker: others take turns with it."""
