@@ -29,6 +29,7 @@ from tests.e2e_vllm.telemetry_checks import (
     find_pair,
     read_transfers,
 )
+from tests.e2e_vllm.tickets import Handoff, Server, read_prefill_result, read_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -208,6 +209,28 @@ def test_prefix_hits_on_either_side_and_only_the_rest_is_sent(cluster: VllmClust
     again = ask_all(cluster.gateway, prompts, **longer)
     check_same(again, expected)
     assert all(answer.num_cached for answer in again)
+
+
+def test_a_prefix_that_another_server_has_is_loaded_and_the_rest_computed(
+    cluster: VllmCluster,
+) -> None:
+    prompts = make_prompts(4, seed=11, shortest=400, longest=600)
+    expected = ask_all(cluster.oracle, prompts)
+    prefill, decode = Server.of(cluster.prefill), Server.of(cluster.decode)
+    # Of whole blocks, of others, of a prompt of which decode has some, of a whole prompt.
+    numbers = [320, 333, 320, len(prompts[3])]
+    ask_all(cluster.prefill, [prompt[:320] for prompt in prompts])
+    ask_one(cluster.decode, prompts[2][:128])
+    for i, (prompt, num) in enumerate(zip(prompts, numbers, strict=True)):
+        handoff = Handoff.make(prefill, decode, prompt, num_prefix_tokens=num)
+        sent, answered = handoff.ask_prefill(), handoff.ask_decode()
+        status, answer = sent.result()
+        assert read_prefill_result((status, answer)) == {"status": "offered"}
+        assert answer["usage"]["prompt_tokens"] == num  # no more of it was computed there
+        check_same([read_tokens(answered.result())], [expected[i]])
+        trace, cached = handoff.read_decode_trace(), 128 if i == 2 else 0
+        assert trace.fallbacks == []
+        assert (trace.num_cached_tokens, trace.num_received_tokens) == (cached, num - cached)
 
 
 MESSAGES = [

@@ -74,15 +74,25 @@ class Handoff:
 
     @classmethod
     def make(
-        cls, prefill: Server, decode: Server, prompt: list[int], *, valid_s: float = 60
+        cls,
+        prefill: Server,
+        decode: Server,
+        prompt: list[int],
+        *,
+        valid_s: float = 60,
+        num_prefix_tokens: int = 0,
     ) -> Handoff:
-        ticket = make_ticket(prefill.ref, decode.ref, valid_s=valid_s)
+        ticket = make_ticket(
+            prefill.ref, decode.ref, valid_s=valid_s, num_prefix_tokens=num_prefix_tokens
+        )
         return cls(
             prefill, decode, prompt, ticket, seal(ticket, Credentials.of(ClusterKey.from_hex(KEY)))
         )
 
     def ask_prefill(self, num_tokens: int = 1) -> Future[tuple[int, Json]]:
-        params = {"baton_ticket": self.text, "do_remote_decode": True}
+        params: Json = {"baton_ticket": self.text, "do_remote_decode": True}
+        if self.ticket.num_prefix_tokens:
+            params["baton_prefix_tokens"] = self.ticket.num_prefix_tokens
         return self.pool.submit(self.prefill.complete, self.prompt, params, max_tokens=num_tokens)
 
     def ask_decode(self, **changes: object) -> Future[tuple[int, Json]]:
@@ -95,7 +105,9 @@ class Handoff:
         return trace
 
 
-def make_ticket(prefill: WorkerRef, decode: WorkerRef, *, valid_s: float = 60) -> Ticket:
+def make_ticket(
+    prefill: WorkerRef, decode: WorkerRef, *, valid_s: float = 60, num_prefix_tokens: int = 0
+) -> Ticket:
     return Ticket(
         id=new_ticket_id(),
         request_id=f"direct-{new_ticket_id().hex()}",
@@ -103,6 +115,7 @@ def make_ticket(prefill: WorkerRef, decode: WorkerRef, *, valid_s: float = 60) -
         decode=decode,
         mode="push",
         issue=issue(valid_s),
+        num_prefix_tokens=num_prefix_tokens,
     )
 
 

@@ -49,9 +49,17 @@ def write_ticket(
     return seal(ticket, credentials)
 
 
-def prefill_body(body: CompletionBody, ticket: str) -> bytes:
-    """The body for vLLM as the ticket's prefill worker. `ticket` is base64url text."""
-    transfer = _VllmTransfer(ticket, do_remote_decode=True, baton_resume=body.resume)
+def prefill_body(body: CompletionBody, ticket: str, num_prefix_tokens: int = 0) -> bytes:
+    """The body for vLLM as the ticket's prefill worker. `ticket` is base64url text.
+
+    `num_prefix_tokens`: as in the ticket. Its server computes no more of the prompt.
+    """
+    transfer = _VllmTransfer(
+        ticket,
+        do_remote_decode=True,
+        baton_resume=body.resume,
+        baton_prefix_tokens=num_prefix_tokens,
+    )
     return _encoder.encode({**body.for_one_token().fields, TICKET_FIELD: transfer})
 
 
@@ -68,6 +76,7 @@ class _VllmTransfer(msgspec.Struct, frozen=True, omit_defaults=True):
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
     baton_resume: Resume | None = None
+    baton_prefix_tokens: int = 0
 
 
 def client_answer(answer: bytes) -> bytes:
@@ -133,14 +142,24 @@ class RequestBodies(Record, frozen=True):
 
 
 def request_bodies(
-    body: CompletionBody, ticket: str, *, prefill: WorkerProtocol, decode: WorkerProtocol
+    body: CompletionBody,
+    ticket: str,
+    *,
+    prefill: WorkerProtocol,
+    decode: WorkerProtocol,
+    num_prefix_tokens: int = 0,
 ) -> RequestBodies:
-    """Write both bodies. Between two Baton workers they are one and the same, written once."""
+    """Write both bodies. Between two Baton workers they are one and the same, written once.
+
+    Baton's workers read `num_prefix_tokens` from the ticket.
+    """
     if prefill == decode == "baton":
         ticketed = body.encode_with_ticket(ticket)
         return RequestBodies(ticketed, ticketed)
     return RequestBodies(
-        prefill_body(body, ticket) if prefill == "vllm" else body.encode_with_ticket(ticket),
+        prefill_body(body, ticket, num_prefix_tokens)
+        if prefill == "vllm"
+        else body.encode_with_ticket(ticket),
         decode_body(body, ticket) if decode == "vllm" else body.encode_with_ticket(ticket),
     )
 

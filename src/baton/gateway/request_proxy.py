@@ -386,7 +386,13 @@ class RequestProxy:
         prefill, decode = placement.prefill, placement.decode
         handoff = self._issue_ticket(prefill, placement)
         sealed = write_ticket(handoff.ticket, prefill, decode, self._services.options.credentials)
-        bodies = request_bodies(body, sealed, prefill=prefill.protocol, decode=decode.protocol)
+        bodies = request_bodies(
+            body,
+            sealed,
+            prefill=prefill.protocol,
+            decode=decode.protocol,
+            num_prefix_tokens=placement.num_prefix_tokens,
+        )
         wanted = None
         record = self._resumption.record
         if handoff.ticket.first_token_early:

@@ -162,11 +162,13 @@ class _Loading:
     """A prefix of `source`, which has all but `num_uncached` tokens; others compute those alone.
 
     That takes `prefill_s` at each worker that may answer, and costs others `others`, TTFT apart.
-    `is_little`: that worker would compute hardly more without it.
+    `is_little`: that worker would compute hardly more without it. The source begins after
+    `begins_s`.
     """
 
     source: WorkerView
     num_uncached: int
+    begins_s: float
     prefill_s: NDArray[np.float64]
     others: NDArray[np.float64]
     is_little: NDArray[np.bool_]
@@ -440,10 +442,10 @@ class CostPolicy:
         num_tokens = float(request.num_prompt_tokens)
         whole_s = line.predict(num_computed, num_tokens - num_computed)
         found: list[Candidate] = []
-        for source, uncached in _find_sources(parts, request):
+        for source, uncached, begins_s in _find_sources(parts, request):
             if uncached > request.num_prompt_tokens - LEAST_LOADED:
                 break
-            if source.protocol != "baton":
+            if not source.takes_prefixes:
                 continue
             # Of what a prompt takes at each worker: it has no more to compute than the source.
             share = np.minimum(1.0, line.predict(uncached, num_tokens - uncached) / whole_s)
@@ -452,7 +454,7 @@ class CostPolicy:
             least = min([PREFERRED_ALONE * alone_cost, *(each.cost for each in found)])
             # What the store has nearly as much of is not asked of a worker.
             is_little = num_computed < uncached + LEAST_LOADED
-            loading = _Loading(source, int(uncached), prefill_s, others, is_little)
+            loading = _Loading(source, int(uncached), begins_s, prefill_s, others, is_little)
             better = self._find_loading(parts, loading, request, load, least=least)
             if better is None:  # nor is it where the source has less
                 break
@@ -518,9 +520,9 @@ class CostPolicy:
             if without[at] >= least:
                 break
             decode = usable.workers[at]
-            if decode.protocol != "baton" or decode.why_not_from(source) is not None:
+            if not decode.takes_prefixes or decode.why_not_from(source) is not None:
                 continue
-            load_s = handoffs.predict_load(source, decode, float(missing[at]))
+            load_s = handoffs.predict_load(source, decode, float(missing[at])) + loading.begins_s
             before_s, num_loaded = float(queue_s[at]), request.num_prompt_tokens
             num_loaded -= loading.num_uncached
             prediction = Prediction(
@@ -551,23 +553,35 @@ def _count_places(
     return counted
 
 
-def _find_sources(parts: Parts, request: PlacementRequest) -> list[tuple[WorkerView, float]]:
-    """Who has most of the prompt cached, and the tokens that each lacks.
+def _find_sources(parts: Parts, request: PlacementRequest) -> list[tuple[WorkerView, float, float]]:
+    """Who has most of the prompt cached, the tokens that each lacks, and when it can begin.
 
-    Full workers, too: a prefix that they hand over takes no place among their requests.
+    Baton's workers begin at once, and full ones, too: a prefix that they hand over takes no place
+    among their requests. A vLLM server computes a token for it, in its own queue.
     """
     usable = parts.usable
     least = parts.num_uncached.argsort(kind="stable")[:MOST_SOURCES].tolist()
-    sources = [(usable.workers[at], float(parts.num_uncached[at])) for at in least]
+    sources = [
+        (worker, float(parts.num_uncached[at]), _begins_s(worker, at, parts))
+        for at, worker in ((at, usable.workers[at]) for at in least)
+    ]
     if request.full:
         known, served = set(usable.ids), usable.served
         sources += [
-            (worker, float(request.count_uncached(worker.id)))
+            (worker, float(request.count_uncached(worker.id)), 0.0)
             for worker in (*served.prefills, *served.decodes)
-            if worker.id in request.cached and worker.id not in known and is_usable(worker, request)
+            if worker.id in request.cached
+            and worker.id not in known
+            and worker.protocol == "baton"
+            and is_usable(worker, request)
         ]
         sources.sort(key=itemgetter(1))
     return sources[:MOST_SOURCES]
+
+
+def _begins_s(source: WorkerView, at: int, parts: Parts) -> float:
+    """Until a usable worker offers what it has cached: a vLLM server's queue, and a step of it."""
+    return 0.0 if source.protocol == "baton" else float(parts.queue_s[at] + parts.tpot_s[at])
 
 
 def _explain_unpaired(usable: Usable) -> list[ExplainedCandidate]:

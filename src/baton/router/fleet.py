@@ -76,6 +76,14 @@ class WorkerView:
         """Whether an answer can come from here."""
         return self.role is not Role.PREFILL
 
+    @property
+    def takes_prefixes(self) -> bool:
+        """Whether it hands over, and takes, KV of a prompt's first tokens alone.
+
+        vLLM's servers that Baton started do, as Baton's workers.
+        """
+        return self.protocol == "baton" or self.resumes_streams
+
     def share(self, now: float) -> float:
         """Of the requests that it would get otherwise, up to 1: less after its return."""
         return 1.0 if self.slow_start is None else self.slow_start.share(now)

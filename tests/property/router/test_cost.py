@@ -44,6 +44,8 @@ views = st.builds(
     fingerprint=st.sampled_from(["f", "f", "g"]),
     topology=st.sampled_from(["", "z/r0/h0", "z/r0/h1", "z/r1/h2", "y/r0/h0"]),
     max_step_tokens=st.sampled_from([None, 512, 8192]),
+    protocol=st.sampled_from(["baton", "baton", "vllm"]),
+    resumes_streams=st.sampled_from([True, True, False]),
 )
 fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
 work = st.lists(
@@ -207,6 +209,9 @@ def naive_cost(prefill, decode, request_, load, wanted, num_loaded=0, *, limits,
     if num_loaded:
         missing = request_.count_uncached(decode.id) - (request_.num_prompt_tokens - num_loaded)
         handoff_s = load.costs("demo").handoffs.predict_load(prefill, decode, missing)
+        if prefill.protocol == "vllm":  # it computes a token, in its own queue
+            source = load.of(prefill.id, "demo")
+            handoff_s += max(source.queue_s(NOW), naive_place_s(source, load)) + pace(source, 1)
         before_s = max(answering.queue_s(NOW), naive_place_s(answering, load))
         handoff_s = max(0.0, handoff_s - before_s)
     elif prefill is not None:
@@ -262,7 +267,8 @@ def loadings(usable, decodes, request_, load, wanted):
         num_computed = request_.count_uncached(decode.id)
         num_computed -= naive_load(decode, request_, load, wanted)[0]
         missing = num_computed - (request_.num_prompt_tokens - num_loaded)
-        if missing >= LEAST_LOADED and decode.why_not_from(source) is None:
+        both_can = source.takes_prefixes and decode.takes_prefixes
+        if missing >= LEAST_LOADED and both_can and decode.why_not_from(source) is None:
             yield source, decode, num_loaded
 
 
@@ -384,6 +390,25 @@ def test_a_prefix_is_loaded_from_a_worker_that_is_busy(is_allowed):
     assert placement.num_prefix_tokens == (3968 if is_allowed else 0)
     assert (placement.mode == "push") is is_allowed
     assert placement.computing is idle
+
+
+def test_a_vllm_server_hands_over_a_prefix_behind_what_waits_there():
+    def place(num_waiting, **fields):
+        load = FleetLoad()
+        has, idle = (
+            replace(view(name, topology="z/r/h"), protocol="vllm", **fields)
+            for name in ("has", "idle")
+        )
+        for _ in range(64):  # nobody waits for their prompts, but for their tokens
+            load.begin(Placement(None, has), 1, NOW - 60).first_token(NOW - 59)
+        load.begin(Placement(None, has), num_waiting, NOW)
+        cached = {"has": 2048}
+        return placed(CostPolicy(CostOptions()), [has, idle], load, num_tokens=4000, cached=cached)
+
+    found = place(1)
+    assert (found.prefill.id, found.decode.id, found.num_prefix_tokens) == ("has", "idle", 2048)
+    assert place(1, resumes_streams=False).num_prefix_tokens == 0  # Baton did not start it
+    assert place(20_000).prefill is None  # what waits there takes longer than the whole prompt
 
 
 STORED = {"cached": {"busy": 3968}, "stored": {"busy": 3968, "idle": 3968}}

@@ -75,6 +75,13 @@ def test_each_leg_is_asked_in_its_own_dialect():
     assert (from_vllm.prefill, from_vllm.decode) == (prefill_body(b, "t"), plain)
 
 
+def test_a_vllm_server_is_asked_to_compute_no_more_than_what_it_hands_over():
+    bodies = request_bodies(body(), "t", prefill="vllm", decode="vllm", num_prefix_tokens=960)
+    asked = json.loads(bodies.prefill)["kv_transfer_params"]
+    assert asked == {"baton_ticket": "t", "do_remote_decode": True, "baton_prefix_tokens": 960}
+    assert bodies.decode == decode_body(body(), "t")
+
+
 def test_clients_get_an_answer_without_what_servers_hand_to_each_other():
     answer = b'{"id":"x","kv_transfer_params":{"a":1},"choices":[1.50],"ec_transfer_params":null}'
     assert client_answer(answer) == b'{"id":"x","choices":[1.50]}'

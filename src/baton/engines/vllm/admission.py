@@ -377,8 +377,10 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
             reason = "too many prompts wait here to be pulled"
             self._refuse(request.request_id, Refusal("overloaded", reason))
             return
+        num_tokens = ticket.count_handed_over(request.num_prompt_tokens)
+        handed_ids = request.prompt_token_ids[:num_tokens]
         # A third of the time that numpy takes for a list.
-        packed_ids = struct.pack(f"{len(request.prompt_token_ids)}i", *request.prompt_token_ids)
+        packed_ids = struct.pack(f"{num_tokens}i", *handed_ids)
         token_ids = np.frombuffer(packed_ids, dtype=np.int32)
         fingerprint = self._ranks[0].fingerprint
         if adapter is not None:
@@ -387,7 +389,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         prompt = Prompt(
             ticket,
             prompt_hash,
-            request.num_prompt_tokens,
+            num_tokens,
             self._clock.now(),
             packed_ids if ticket.mode == "pool" else None,
             adapter,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from baton.engines.vllm.step_orders import Occupancy, PrefixOrders, Prompt, VllmRequestId
 
-ALL_CACHED: Final = "all but the last token is in the decode worker's own cache"
+ALL_CACHED: Final = "the decode worker has it cached, but for the last token at most"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,8 @@ class HandoffSchedule:  # noqa: PLR0904 - a method for each event
     def count_missing(self, request: VllmRequestId, num_cached_tokens: int) -> int:
         """Tokens to receive beyond the cached ones: 0 where all but the last are cached.
 
-        The last token is computed here in any case. Changes nothing: vLLM asks again and again.
+        A prompt's last token is computed here in any case, and a single one rather than received.
+        Changes nothing: vLLM asks again and again.
         """
         state = self._states.get(request)
         if not isinstance(state, AwaitingBlocks):

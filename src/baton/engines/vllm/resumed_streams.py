@@ -9,7 +9,8 @@ processor gets them as the answer's first tokens: its detokenizer and stop strin
 of the serving layer, are then where they were. Both are done where vLLM's API server hands a
 request to the two, in its own process, which Baton started.
 
-A request that is not streamed but has such tokens only moves KV: they belong to its prompt.
+A request that is not streamed but has such tokens only moves KV: they belong to its prompt. So does
+one of whose prompt only the first tokens are to be computed (`kv_transfer_params.baton_prefix_tokens`).
 
 A stream that cannot go on from tokens is sampled with the gateway's seed, where its client gave
 none: another server then gives the same answer from its start.
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESUME_FIELD: Final = "baton_resume"
+PREFIX_FIELD: Final = "baton_prefix_tokens"
 NUM_AT_ONCE: Final = 64
 """Restored outputs until other requests have their turn."""
 
@@ -95,7 +97,7 @@ def find_obstacle(params: Any, lora: object, prompt: object) -> str | None:  # n
         return "seed"  # the generator's state after so many tokens is not known
     if lora is not None:
         return "LoRA"
-    if not isinstance(prompt, dict) or prompt.get("type") != "token":
+    if not _is_tokens(prompt):
         return "a prompt of more than tokens"
     return None
 
@@ -123,7 +125,7 @@ def install() -> None:
         given = _take_given(sampling_params, engine.model_config.get_vocab_size())
         stream = CURRENT.get()
         if sampling_params.output_kind is not RequestOutputKind.DELTA:
-            prompt = _extended(prompt, given)
+            prompt = _cut(_extended(prompt, given), sampling_params)
             stream = None
         elif stream is not None:
             lora = options.get("lora_request")
@@ -236,9 +238,22 @@ def _take_given(params: Any, vocab_size: int) -> tuple[int, ...]:  # noqa: ANN40
 
 def _extended(prompt: Any, given: tuple[int, ...]) -> Any:  # noqa: ANN401 - vLLM's
     """The prompt with an answer's first tokens."""
-    if not given or not isinstance(prompt, dict) or prompt.get("type") != "token":
+    if not given or not _is_tokens(prompt):
         return prompt
     return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *given]}
+
+
+def _cut(prompt: Any, params: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """The first tokens of the prompt, where its request wants no more of it to be computed."""
+    transfer = (params.extra_args or {}).get("kv_transfer_params")
+    num = transfer.pop(PREFIX_FIELD, None) if isinstance(transfer, dict) else None
+    if not isinstance(num, int) or num <= 0 or not _is_tokens(prompt):
+        return prompt
+    return {**prompt, "prompt_token_ids": prompt["prompt_token_ids"][:num]}
+
+
+def _is_tokens(prompt: Any) -> bool:  # noqa: ANN401 - vLLM's
+    return isinstance(prompt, dict) and prompt.get("type") == "token"
 
 
 @lru_cache(maxsize=1)

@@ -36,6 +36,7 @@ class Occupancy(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt whose KV is to be handed over under `ticket`; `received_at` on this host's clock.
 
+    Its first `num_tokens`, to which `prompt_hash` commits, where the ticket is for a prefix.
     `packed_ids` are its token ids as int32, in mode pool alone. `adapter` computes it.
     """
 
