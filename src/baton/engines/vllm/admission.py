@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from baton.engines.vllm.scheduler_pressure import VllmBlockPool
     from baton.engines.vllm.step_orders import StepOrders, StepReport, VllmRequestId
     from baton.engines.vllm.tickets import TicketReader
-
+    from baton.kv.identity import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -377,6 +377,9 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
             reason = "too many prompts wait here to be pulled"
             self._refuse(request.request_id, Refusal("overloaded", reason))
             return
+        self._schedule.add(request.request_id, state(self._make_prompt(request, ticket, adapter)))
+
+    def _make_prompt(self, request: Request, ticket: Ticket, adapter: Adapter | None) -> Prompt:
         num_tokens = ticket.count_handed_over(request.num_prompt_tokens)
         handed_ids = request.prompt_token_ids[:num_tokens]
         # A third of the time that numpy takes for a list.
@@ -386,7 +389,7 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
         if adapter is not None:
             fingerprint = adapt_fingerprint(fingerprint, adapter)
         prompt_hash = compute_prompt_hash(fingerprint, ticket.tenant_salt, token_ids)
-        prompt = Prompt(
+        return Prompt(
             ticket,
             prompt_hash,
             num_tokens,
@@ -394,7 +397,6 @@ class Admission:  # noqa: PLR0904 - one for each of vLLM's hooks
             packed_ids if ticket.mode == "pool" else None,
             adapter,
         )
-        self._schedule.add(request.request_id, state(prompt))
 
     def _may_be_held(self, request: Request) -> bool:
         num_blocks = count_blocks(request.num_prompt_tokens, self._block_size)

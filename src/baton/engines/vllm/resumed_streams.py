@@ -10,7 +10,7 @@ of the serving layer, are then where they were. Both are done where vLLM's API s
 request to the two, in its own process, which Baton started.
 
 A request that is not streamed but has such tokens only moves KV: they belong to its prompt. So does
-one of whose prompt only the first tokens are to be computed (`kv_transfer_params.baton_prefix_tokens`).
+one that wants only its prompt's first tokens computed (`kv_transfer_params.baton_prefix_tokens`).
 
 A stream that cannot go on from tokens is sampled with the gateway's seed, where its client gave
 none: another server then gives the same answer from its start.
