@@ -218,6 +218,7 @@ def _unlike(a: Findings, b: Findings) -> Iterator[Unlike]:
         ("workers", True, a.num_workers, b.num_workers),
         ("workload", True, a.workload_words, b.workload_words),
         ("seconds of each load", False, a.duration_s, b.duration_s),
+        ("seconds before each load", False, a.settle_s, b.settle_s),
         ("repetitions", False, a.num_repetitions, b.num_repetitions),
         ("host", False, a.manifest.machine.host, b.manifest.machine.host),
         ("processor", False, a.manifest.machine.cpu, b.manifest.machine.cpu),

@@ -149,6 +149,21 @@ def test_a_trace_is_played_when_it_was_recorded_faster_if_wanted(tmp_path):
     assert len({tuple(prompt[512:]) for prompt in prompts}) == 3  # two have the same ids
 
 
+def test_texts_that_were_sent_before_they_are_measured_are_warned_of(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"url": "/v1/completions", "body": {"prompt": f"hi {at}", "max_tokens": 2}}
+        for at in range(4)
+    ]
+    path.write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    server = ScriptedServer()
+    report = measure(server, plan_of(Closed(2), 4, num_warm_up=2), read_trace(TraceFile(path)))
+    prompts = [ask.body["prompt"] for ask in server.asks]
+    assert len(prompts) - len(set(prompts)) == 3, "the largest, and two of the warm-up"
+    (warning,) = report.warnings
+    assert "a prefix cache has them" in warning
+
+
 def test_turns_follow_their_answers_and_a_failure_ends_a_conversation():
     server = ScriptedServer(answering(0.01))
     workload = multi_turn(MultiTurn(3, 8, LENGTHS))
@@ -237,6 +252,36 @@ def test_a_server_that_fails_everything_stops_the_run():
     assert {each.example for each in report.figures.failures} == {"HTTP 503: no room"}
     assert report.is_partial
     assert report.figures.num_failed < 200
+
+
+def test_a_server_that_sheds_load_does_not_stop_the_run():
+    async def full(ask):
+        is_first = ask.number <= NUM_SURVEYED
+        await (answering(0.7) if is_first else overloaded)(ask)
+
+    report = measure(after_survey(full), plan_of(Open(40.0, "constant"), 70))
+    assert report.stopped is None
+    assert (report.figures.num_complete, report.figures.num_failed) == (1, 69)
+
+
+def test_cookies_are_not_kept_so_that_no_balancer_sends_all_to_one_server():
+    async def sticky(ask):
+        headers = [(b"content-type", b"text/event-stream"), (b"set-cookie", b"backend=1")]
+        await ask.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await ask.tokens(3)
+        await ask.token("length")
+        await ask.finish(4)
+
+    async def go():
+        server = ScriptedServer(sticky)
+        async with server.running() as at:
+            # No client keeps cookies of an IP address.
+            await run(job_of(at.url.replace("127.0.0.1", "localhost")))
+        return server.asks
+
+    asks = asyncio.run(go())
+    assert len(asks) == NUM_SURVEYED + 10
+    assert not any("cookie" in ask.headers for ask in asks)
 
 
 def test_a_server_that_dies_stops_the_run_and_what_was_measured_is_kept():

@@ -13,7 +13,7 @@ import numpy as np
 
 from baton.bench.load.job import SCHEMA as REPORT_SCHEMA
 from baton.bench.load.job import Report
-from baton.bench.statistics import Contrast, Run, Statistic, contrast
+from baton.bench.statistics import LEAST_RUNS, Contrast, Run, Statistic, contrast
 from baton.errors import UNDECODABLE, ConfigError
 
 if TYPE_CHECKING:
@@ -23,23 +23,29 @@ if TYPE_CHECKING:
     from baton.bench.load.records import Record
 
 NUM_SLICES: Final = 20
-"""Slices of a single run, for the spread of its rate."""
+"""Slices of a run's time, for the spread of its rate where there are few runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One line of a comparison. `scale` turns its samples into `unit`."""
+    """One line of a comparison. `scale` turns its samples into `unit`.
+
+    `collect` takes one side's reports, and the number of runs of the side that has fewer.
+    """
 
     name: str
     statistic: Statistic
     unit: str
     scale: float
     better: Literal["lower", "higher"]
-    collect: Callable[[Sequence[Report]], list[Run]]
+    collect: Callable[[Sequence[Report], int], list[Run]]
 
 
-def _of_requests(read: Callable[[Record], Iterable[float | None]]) -> Callable[..., list[Run]]:
-    def collect(reports: Sequence[Report]) -> list[Run]:
+def _of_requests(
+    read: Callable[[Record], Iterable[float | None]],
+) -> Callable[[Sequence[Report], int], list[Run]]:
+    def collect(reports: Sequence[Report], least_runs: int) -> list[Run]:
+        del least_runs
         runs = []
         for report in reports:
             found = [
@@ -53,20 +59,19 @@ def _of_requests(read: Callable[[Record], Iterable[float | None]]) -> Callable[.
     return collect
 
 
-def collect_rates(reports: Sequence[Report]) -> list[Run]:
-    """Output tokens per second: of each run, or of slices of a single one.
+def collect_rates(reports: Sequence[Report], least_runs: int) -> list[Run]:
+    """Output tokens per second: of each run; with few runs, of slices of each.
 
-    A run without a complete answer counts like the others; where all are, there is nothing.
+    A run without tokens counts like the others; where all are, there is nothing.
     """
-    if len(reports) > 1:
-        if not _num_complete(reports):
-            return []
-        rates = (report.figures.output_tokens_per_s for report in reports)
-        return [Run((np.array([rate]),)) for rate in rates]
-    return [run for report in reports if (run := _slices(report)) is not None]
+    if not any(report.figures.output_tokens_per_s for report in reports):
+        return []
+    if least_runs < LEAST_RUNS:  # one number a run is too little for the test between requests
+        return [_slices(report) for report in reports]
+    return [Run((np.array([report.figures.output_tokens_per_s]),)) for report in reports]
 
 
-def _slices(report: Report) -> Run | None:
+def _slices(report: Report) -> Run:
     window_s = report.figures.window_s
     counts = np.zeros(NUM_SLICES)
     for record in report.records:
@@ -77,8 +82,6 @@ def _slices(report: Report) -> Run | None:
         times = times[(times >= 0) & (times <= window_s)]
         places = (times / window_s * NUM_SLICES).astype(int)
         np.add.at(counts, np.minimum(places, NUM_SLICES - 1), per_chunk)
-    if not counts.any():
-        return None
     rates = counts / (window_s / NUM_SLICES)
     return Run(tuple(rates[i : i + 1] for i in range(NUM_SLICES)))
 
@@ -135,9 +138,15 @@ def find_cautions(reports: Sequence[Report], side: str) -> Iterator[str]:
             yield f"{name} is partial: {report.stopped or 'interrupted'}"
         for problem in report.client.problems:
             yield f"{name}: {problem}"
-        if report.figures.num_failed:
-            num = report.figures.num_failed
-            yield f"{name}: {num} of {num + report.figures.num_complete} requests failed"
+        figures = report.figures
+        num_sent = figures.num_complete + figures.num_failed + figures.num_cut
+        if figures.num_failed:
+            yield f"{name}: {figures.num_failed} of {num_sent} requests failed"
+        if figures.num_cut:
+            yield (
+                f"{name}: {figures.num_cut} of {num_sent} requests were cut when it ended; "
+                "latencies are of the others"
+            )
         machine = report.manifest.machine
         if machine.load[0] > MOST_LOAD * machine.num_cpus:
             yield f"{name}: the machine had a load of {machine.load[0]:.1f} before the run"
@@ -228,7 +237,10 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole comparison; read `differences` and `cautions` before `lines`."""
+    """The whole comparison; read `differences` and `cautions` before `lines`.
+
+    `failed_share`: of all requests, those that failed or were cut.
+    """
 
     schema: str = SCHEMA
     num_runs: tuple[int, int]
@@ -262,7 +274,8 @@ def compare(a: Sequence[Report], b: Sequence[Report], most: float | None = None)
 def _compare(
     metric: Metric, a: Sequence[Report], b: Sequence[Report], most: float | None
 ) -> Line | None:
-    runs = metric.collect(a), metric.collect(b)
+    least_runs = min(len(a), len(b))
+    runs = metric.collect(a, least_runs), metric.collect(b, least_runs)
     if not (runs[0] and runs[1]):
         return None
     found = contrast(runs[0], runs[1], metric.statistic)
@@ -288,8 +301,9 @@ def _num_complete(reports: Sequence[Report]) -> int:
 
 
 def _failed_share(reports: Sequence[Report]) -> float:
-    num_failed = sum(report.figures.num_failed for report in reports)
-    return num_failed / max(1, num_failed + _num_complete(reports))
+    """A cut request counts: a server that is too slow has the slowest of its answers cut."""
+    num_lost = sum(report.figures.num_failed + report.figures.num_cut for report in reports)
+    return num_lost / max(1, num_lost + _num_complete(reports))
 
 
 MAX_FILE_BYTES: Final = 2 << 30

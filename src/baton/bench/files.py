@@ -59,16 +59,17 @@ def save_result(path: Path, result: msgspec.Struct) -> None:
 class LineFile:
     """Writes JSON lines; stops at the first error, which is in `problem`.
 
-    The file is opened at once, so that it fails before a run.
+    The file is opened at once, so that it fails before a run; the first line replaces older ones.
     """
 
     def __init__(self, path: Path) -> None:
         check_writable(path)
         try:
-            self._file: FileIO | None = path.open("wb", buffering=0)
+            self._file: FileIO | None = path.open("ab", buffering=0)
         except OSError as exc:
             raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
         self._path, self._encode = path, msgspec.json.Encoder().encode
+        self._is_older = path.is_file()  # a pipe or a device cannot be emptied
         self.problem: str | None = None
 
     def append(self, line: msgspec.Struct) -> None:
@@ -77,6 +78,9 @@ class LineFile:
             return
         data = self._encode(line) + b"\n"
         try:
+            if self._is_older:
+                self._file.truncate(0)
+                self._is_older = False
             num_written = self._file.write(data)
         except OSError as exc:
             self._fail(exc.strerror)

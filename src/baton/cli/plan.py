@@ -1,5 +1,6 @@
 """`baton plan`: its flags."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,10 @@ def plan(flags: PlanFlags | None = None) -> int:
         )
     planned = make_plan(config, hosts, kv_model=flags.kv_model, gateway=flags.gateway)
     if flags.output is not None:
-        text = planned_settings(resolved, planned)
+        if flags.config is not None and not config.fleet.assignments:
+            _check_not_source(flags.output, flags.config)
         try:
-            flags.output.touch(mode=PRIVATE)
-            flags.output.write_text(text, encoding="utf-8")
+            _write_private(flags.output.resolve(), planned_settings(resolved, planned))
         except OSError as exc:
             raise ConfigError(f"cannot write {flags.output}: {exc.strerror}") from exc
     if flags.json:
@@ -94,3 +95,31 @@ def plan(flags: PlanFlags | None = None) -> int:
     if flags.output is not None:
         print(f"start it as planned: baton up --on ray --config {flags.output}")
     return 0
+
+
+def _check_not_source(output: Path, source: Path) -> None:
+    """Check that a configuration that has no plan yet is not replaced by one.
+
+    Raises:
+        ConfigError: it would be.
+    """
+    if output.exists() and output.samefile(source):
+        raise ConfigError(
+            f"--output {output} is the --config file: its comments and its order would be lost; "
+            "name another file"
+        )
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, completely or not at all."""
+    if path.exists() and not path.is_file():  # a pipe or device is written to, never replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

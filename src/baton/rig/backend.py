@@ -243,7 +243,10 @@ class TransferOnce(msgspec.Struct, frozen=True, tag="transfer"):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Driver: repeat for `budget_s`, `min_samples` to `max_samples` times → `Measured`."""
+    """Driver: repeat for `budget_s`, `min_samples` to `max_samples` times → `Measured`.
+
+    Fewer on a slow link, but one.
+    """
 
     workload: Workload
     direction: Direction

@@ -43,7 +43,10 @@ R = TypeVar("R", bound=Reply)
 
 @dataclass(frozen=True, slots=True)
 class SampleBudget:
-    """How long one workload is repeated: `budget_s`, but `min_samples` to `max_samples` times."""
+    """How long one workload is repeated: `budget_s`, but `min_samples` to `max_samples` times.
+
+    Fewer on a slow link: see `MOST_MEASURING_S` of `node.py`.
+    """
 
     budget_s: float
     min_samples: int

@@ -57,6 +57,19 @@ def test_lines(tmp_path):
     assert lines.problem is None
 
 
+def test_older_lines_stay_until_there_is_a_first_one(tmp_path):
+    path = tmp_path / "l.jsonl"
+    path.write_text("of another run\n" * 9)
+    LineFile(path).close()  # as of a server that is not there
+    assert path.read_text().startswith("of another run")
+    lines = LineFile(path)
+    lines.append(Thing(1))
+    lines.append(Thing(2))
+    lines.close()
+    read = [msgspec.json.decode(line, type=Thing) for line in path.read_bytes().splitlines()]
+    assert (read, lines.problem) == ([Thing(1), Thing(2)], None)
+
+
 def test_what_cannot_be_written_is_refused_before(tmp_path):
     for path in (tmp_path, tmp_path / "no" / "x.json"):
         with pytest.raises(ConfigError):

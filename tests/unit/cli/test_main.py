@@ -282,6 +282,22 @@ gpus = 1
 """
 
 
+def test_a_plan_replaces_an_older_file_by_one_that_only_its_owner_can_read(capsys, tmp_path):
+    file, output = tmp_path / "baton.toml", tmp_path / "fleet.toml"
+    file.write_text(HOSTS, "utf-8")
+    output.write_text("# older", "utf-8")
+    output.chmod(0o644)
+    arguments = ["plan", "--prefill", "2", "--decode", "2", "--config", str(file), "--output"]
+    assert run([*arguments, str(output)]) == 0
+    assert output.stat().st_mode & 0o777 == 0o600
+    assert "assignments" in output.read_text("utf-8")
+    assert run([*arguments, str(file)]) == 2
+    assert "is the --config file" in capsys.readouterr().err
+    assert file.read_text("utf-8") == HOSTS
+    assert sorted(tmp_path.iterdir()) == [file, output]
+    assert run([*arguments, "/dev/null"]) == 0
+
+
 def test_a_plan_is_a_configuration_that_starts_what_was_planned(capsys, tmp_path):
     file, output = tmp_path / "baton.toml", tmp_path / "fleet.toml"
     file.write_text(HOSTS, "utf-8")

@@ -1,7 +1,30 @@
-"""How a node reports what went wrong."""
+"""How long a node measures, and how it reports what went wrong."""
+
+import time
+
+import pytest
 
 from baton.errors import ConfigError, TransferError
-from baton.rig.node import describe_error
+from baton.rig import node
+from baton.rig.backend import Measure
+from baton.rig.node import NodeServer, describe_error
+from baton.rig.pages import PAGE_BYTES, Workload
+
+
+class SlowLink:
+    """A backend of which each transfer takes 20 ms."""
+
+    def prepare(self, move, direction):
+        return lambda: time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("most_s", "num_samples"), [(0.03, 2), (0.001, 1), (9.0, 5)])
+def test_a_slow_link_has_fewer_samples_but_one(monkeypatch, most_s, num_samples):
+    monkeypatch.setattr(node, "MOST_MEASURING_S", most_s)
+    server = NodeServer(None, None, None)
+    server._built, server._num_pages = SlowLink(), 8
+    measured = server._measure(Measure(Workload("message", PAGE_BYTES), "push", 0.001, 5, 9))
+    assert len(measured.samples_s) == num_samples
 
 
 def test_errors_in_one_line():

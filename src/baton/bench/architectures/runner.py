@@ -192,7 +192,7 @@ def _crowding(job: BenchmarkJob) -> Iterator[str]:
     if isinstance(plan.workload.largest.prompt, GivenBody):
         yield (
             "the trace has texts of its own, the same in every cell: earlier loads of the trial "
-            "(and the warm-up) have left them in the caches"
+            "have left them in the caches"
         )
     yield (
         "gateway and load generator run on the workers' cores, in every configuration alike: their "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from baton import __version__
 from baton.bench.link.backends import REUSED
 from baton.bench.link.report import LinkEntry, Manifest, Report, ReportBuilder
-from baton.errors import ConfigError, TransferError, UnknownPluginError
+from baton.errors import ConfigError, PeerLostError, TransferError, UnknownPluginError
 from baton.rig.backend import MAX_POOL_PAGES, Role
 from baton.rig.pages import PAGE_BYTES, TINY_PAGE_BYTES, Shape, Workload, format_size, plan_pool
 from baton.rig.pair import NodePair, SampleBudget, WrongBytesError
@@ -200,9 +200,15 @@ class LinkRunner:
                     if direction == "reference" and workload.shape == "descriptors":
                         continue  # pages are not copied: their size does not matter
                     self.progress.show(f"{workload.name}, {direction}")
-                    if pair.traits.bytes_of == "the pools":
-                        pair.verify(workload, direction)
-                    timings = pair.measure(workload, direction, self.plan.effort.samples)
+                    try:
+                        if pair.traits.bytes_of == "the pools":
+                            pair.verify(workload, direction)
+                        timings = pair.measure(workload, direction, self.plan.effort.samples)
+                    except PeerLostError as exc:
+                        raise PeerLostError(
+                            f"{workload.name}, {direction}: {exc}; on a slow link measure less "
+                            "(--quick, smaller --sizes)"
+                        ) from exc
                     builder.add(entry, pair.traits, workload, direction, timings=timings)
             self.progress.advance(1)
 

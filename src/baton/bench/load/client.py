@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Final, Self, assert_never
 from urllib.parse import urlsplit
 
@@ -164,7 +165,8 @@ class Exchange:
 class Client:
     """Sends requests concurrently. Runs on the event loop that created it.
 
-    `names` gives each an id, by which the server's traces are found later.
+    `names` gives each an id, by which the server's traces are found later. `last_token_at`: when
+    any of them received a token, by the clock.
     """
 
     def __init__(
@@ -175,7 +177,10 @@ class Client:
         names: Iterator[str] | None = None,
     ) -> None:
         self.target = target
+        self.last_token_at = -inf
+        # No cookies: each request is a client of its own to a load balancer with sticky sessions.
         self.session = aiohttp.ClientSession(
+            cookie_jar=aiohttp.DummyCookieJar(),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=READ_BYTES,
@@ -233,6 +238,8 @@ class Client:
                     found.first_byte_at = now
                 for event in parser.feed(data):
                     found.answer.push(event, now)
+                if found.answer.token_at:
+                    self.last_token_at = found.answer.token_at[-1]
         found.failure = found.answer.end()
 
 

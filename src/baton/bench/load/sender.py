@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Final, Protocol
 
 from baton.bench.load.records import Phase, Record
@@ -23,19 +24,30 @@ LEAST_FAILING_S: Final = 1.0
 
 
 class Breaker:
-    """Circuit breaker: stops a run whose server is gone. A complete answer resets it."""
+    """Circuit breaker: stops a run whose server is gone. A complete answer resets it.
+
+    So does a refusal of a server that streams to others: it sheds load.
+    """
 
     def __init__(self) -> None:
         self._first_s: float | None = None
         self._num_failed = self._num_unreachable = 0
 
-    def count(self, record: Record) -> str | None:
-        """Count an ended request; why to stop, or None."""
-        if record.failure is not None:
-            return self._count_failure(record, record.failure)
-        if record.is_complete:
+    def count(self, record: Record, last_token_s: float = -inf) -> str | None:
+        """Count an ended request; why to stop, or None.
+
+        `last_token_s`: when any request received a token, by the clock of the record.
+        """
+        failure = record.failure
+        sheds_load = (
+            failure is not None
+            and failure.kind == "refused"
+            and self._first_s is not None
+            and last_token_s > self._first_s
+        )
+        if record.is_complete or sheds_load:
             self._first_s, self._num_failed, self._num_unreachable = None, 0, 0
-        return None
+        return None if failure is None else self._count_failure(record, failure)
 
     def _count_failure(self, record: Record, failure: Failure) -> str | None:
         if self._first_s is None:
@@ -168,7 +180,7 @@ class Sender:
         self.records.append(record)
         for observer in self._observers:
             observer.ended(record)
-        why = self._breaker.count(record)
+        why = self._breaker.count(record, self._client.last_token_at - self._origin)
         if why is not None and self.why is None:
             self.why = why
             self.broken.set()

@@ -36,6 +36,10 @@ CALIBRATION_WORDS: Final = (64, 576)
 GUESS: Final = Calibration(1.3, 0.0)
 MOST_DEVIATION: Final = 0.05
 MOST_LISTED: Final = 10
+REPEATED_TEXTS: Final = (
+    "the trace has texts of its own: its largest prompt and those of the warm-up are sent before "
+    "they are measured, so a prefix cache has them (--warm-up 0 leaves only the largest)"
+)
 UNAUTHORISED: Final = frozenset({401, 403})
 
 
@@ -206,7 +210,7 @@ async def _find_style(
     """The first style that the server accepts, and its warnings."""
     first = RequestStyle(model.id, request_options.endpoint, request_options.ids)
     if isinstance(workload.largest.prompt, GivenBody):
-        return first, []
+        return first, [REPEATED_TEXTS]
     refusals: list[str] = []
     for style in _styles(first, request_options):
         ready = style

@@ -185,6 +185,7 @@ def multi_turn(shape: MultiTurn) -> Workload:
     wanted = (
         f"{shape.num_turns} turns, {shape.num_first_tokens} tokens first, then "
         f"{shape.lengths.num_input_tokens} in and {shape.lengths.num_output_tokens} out a turn"
+        + (f", {shape.pause_s:g} s apart" if shape.pause_s else "")
     )
     num_longest = shape.num_first_tokens + (shape.num_turns - 1) * added
     probe = _probe(num_longest + shape.lengths.num_input_tokens, shape.lengths)

@@ -354,7 +354,7 @@ def _make_workload(file: TraceFile, kind: TraceFormat, trace: TraceLines) -> Wor
     warnings = (f"{len(trace.broken)} broken lines left out: {broken}",) if broken else ()
     return Workload(
         f"trace {file.path.name}",
-        f"{len(recorded)} requests ({kind})",
+        _describe(file, kind, len(recorded)),
         generate,
         largest=_as_probe(max((each.ask for each in recorded), key=_size)),
         num_requests=len(recorded),
@@ -362,6 +362,13 @@ def _make_workload(file: TraceFile, kind: TraceFormat, trace: TraceLines) -> Wor
         block_tokens=-(-BLOCK_TOKENS // file.length_divisor) if kind == "mooncake" else None,
         warnings=warnings,
     )
+
+
+def _describe(file: TraceFile, kind: TraceFormat, num_requests: int) -> str:
+    """What is replayed: two results with another description did not answer the same."""
+    speed = f", {file.speed:g} times as fast" if file.speed != 1 else ""
+    divided = f", lengths divided by {file.length_divisor}" if file.length_divisor > 1 else ""
+    return f"{num_requests} requests ({kind}){speed}{divided}"
 
 
 def _arrival(recorded: Recorded) -> float:

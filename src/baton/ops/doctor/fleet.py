@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from baton.clock import Clock
     from baton.ops.gateway_pages import Gateway
 
 UNREACHABLE: Final = "no gateway"
 """The name of the one finding there is if nothing answers."""
 NUM_TRACES: Final = 32
+READ_TRACES_S: Final = 4.0
+"""A gateway waits 2 s for each worker of a trace that does not answer; the probe has 8 s."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -62,21 +65,27 @@ def check_counters(gateway: Gateway) -> list[Finding]:
     return [*_workers(families, gateway), _fallbacks(families), _broken_streams(families)]
 
 
-def check_handoffs(gateway: Gateway) -> list[Finding]:
+def check_handoffs(gateway: Gateway, clock: Clock) -> list[Finding]:
     """Expected against used transports, in the latest requests' traces."""
     why = "A handoff by another transport than the expected one works, and is slow in silence."
     try:
-        summaries = _latest_summaries(gateway)
+        summaries, num_unread = _latest_summaries(gateway, clock)
     except PageError as exc:
         return [_finding("transports used", Level.NOTE, str(exc), why)]
+    unread = (
+        f" ({num_unread} more requests were not read in {READ_TRACES_S:g} s: does each worker "
+        "answer?)"
+        if num_unread
+        else ""
+    )
     used = [summary for summary in summaries if summary.transport is not None]
     if not used:
-        found = f"no handoff among the latest {len(summaries)} requests"
+        found = f"no handoff among the latest {len(summaries)} requests{unread}"
         return [_finding("transports used", Level.OK, found, why)]
-    return _compare_transports(used, why)
+    return _compare_transports(used, why, unread)
 
 
-def _compare_transports(used: Sequence[Summary], why: str) -> list[Finding]:
+def _compare_transports(used: Sequence[Summary], why: str, unread: str) -> list[Finding]:
     mismatches = Counter(
         (summary.expected_transport, summary.transport)
         for summary in used
@@ -85,14 +94,14 @@ def _compare_transports(used: Sequence[Summary], why: str) -> list[Finding]:
     if not mismatches:
         by_kind = Counter(str(summary.transport) for summary in used)
         listed = ", ".join(f"{kind} {number}" for kind, number in by_kind.most_common())
-        found = f"as expected in the latest {len(used)} handoffs: {listed}"
+        found = f"as expected in the latest {len(used)} handoffs: {listed}{unread}"
         return [_finding("transports used", Level.OK, found, why)]
     return [
         _finding(
             "transport mismatch",
             Level.WARNING,
             f"{number} of the latest {len(used)} handoffs used {actual} where {expected} was "
-            "expected",
+            f"expected{unread}",
             why + " The doctor on each worker's host finds what is wrong with the expected one.",
             fix="baton doctor",
         )
@@ -100,20 +109,25 @@ def _compare_transports(used: Sequence[Summary], why: str) -> list[Finding]:
     ]
 
 
-def _latest_summaries(gateway: Gateway) -> list[Summary]:
+def _latest_summaries(gateway: Gateway, clock: Clock) -> tuple[list[Summary], int]:
+    """Of the latest requests, and how many there was no time for."""
+    deadline = clock.now() + READ_TRACES_S
     answer = gateway.get(REQUESTS_PATH)
     if answer[0] == NOT_FOUND:
         raise PageError("the gateway shows requests to its own host only: run the doctor there")
     listed = decode_page(gateway, REQUESTS_PATH, answer, RequestIds)
     summaries: list[Summary] = []
-    for request in listed.requests[:NUM_TRACES]:
+    requests = listed.requests[:NUM_TRACES]
+    for num_read, request in enumerate(requests):
+        if clock.now() >= deadline:
+            return summaries, len(requests) - num_read
         path = f"{REQUESTS_PATH}/{quote(request.id, safe='')}"
         if (answer := gateway.get(path))[0] == NOT_FOUND:  # forgotten meanwhile
             continue
         summary = decode_page(gateway, path, answer, RequestTrace).summary
         if summary is not None:
             summaries.append(summary)
-    return summaries
+    return summaries, 0
 
 
 def _workers(families: dict[str, Metric], gateway: Gateway) -> Iterator[Finding]:

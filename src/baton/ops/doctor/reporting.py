@@ -85,13 +85,6 @@ RUN_HERE: Final = (
 )
 """What is tried on the machine that this process runs on."""
 
-FLEET: Final = (
-    ("metrics", check_counters),
-    ("transports used", check_handoffs),
-    ("alerts", check_alerts),
-)
-"""What is asked of a gateway that answers."""
-
 
 def check_host(host: Host, config: Config, clock: Clock) -> Report:
     """Look at everything here. Takes as long as the slowest probe; starts processes, no thread."""
@@ -117,7 +110,12 @@ def check_gateway(url: str, host: Host, clock: Clock) -> Report:
     gateway = Gateway.at(url, "--gateway")
     findings = run_probes([_fleet_probe(UNREACHABLE, check_readiness, gateway)], host, clock)
     if all(finding.name != UNREACHABLE for finding in findings):
-        probes = [_fleet_probe(name, check, gateway) for name, check in FLEET]
+        checks = (
+            ("metrics", check_counters),
+            ("transports used", partial(check_handoffs, clock=clock)),
+            ("alerts", check_alerts),
+        )
+        probes = [_fleet_probe(name, check, gateway) for name, check in checks]
         findings += run_probes(probes, host, clock)
     return make_report(gateway.url, findings, clock.now() - started)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from baton.bench import statistics
-from baton.bench.compare import collect_rates, compare, read_side
+from baton.bench.compare import NUM_SLICES, collect_rates, compare, read_side
 from baton.bench.files import RunManifest
 from baton.bench.load.job import LoadInfo, Report, WorkloadInfo
 from baton.bench.load.records import Slo, compute_figures
@@ -17,7 +17,7 @@ from baton.bench.load.server_check import Server
 from baton.bench.printing import find_notes, print_comparison, print_load_report
 from baton.errors import ConfigError
 from baton.rig.machine import Machine
-from tests.unit.bench.load.records import failed, whole
+from tests.unit.bench.load.records import cut, failed, whole
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,14 @@ def test_more_failures_are_worse_even_if_the_rest_is_quick():
     assert any("10 of 50" in each for each in found.cautions)
 
 
+def test_cut_requests_are_lost_even_if_the_rest_is_quick():
+    bad = [*records_of(2), *[cut(sent_s=1.0)] * 10]
+    found = compare([report_of(records_of(1))], [report_of(bad)], 0.05)
+    assert found.is_too_bad
+    assert found.failed_share == (0.0, 0.2)
+    assert any("10 of 50 requests were cut" in each for each in found.cautions)
+
+
 def test_what_was_not_the_same_comes_first_and_what_was_asked_before_all():
     other = msgspec.structs.replace(MACHINE, versions={"vllm": "0.33"}, load=(1.9, 1.0, 1.0))
     manifest = msgspec.structs.replace(report_of(records_of(1)).manifest, machine=other)
@@ -118,16 +126,36 @@ def test_several_runs_a_side():
 
 def test_a_run_without_an_answer_counts_as_one_without_tokens():
     answered, refused = report_of(records_of(1)), report_of([failed()])
-    rates = [float(run.clusters[0][0]) for run in collect_rates([answered, refused])]
+    rates = [float(run.clusters[0][0]) for run in collect_rates([answered, refused], 4)]
     assert rates == [answered.figures.output_tokens_per_s, 0.0]
-    assert collect_rates([refused, refused]) == []
+    _, empty = collect_rates([answered, refused], 2)
+    assert [float(rate) for (rate,) in empty.clusters] == [0.0] * NUM_SLICES
+    assert collect_rates([refused, refused], 2) == []
+
+
+@pytest.mark.parametrize("num_runs", [1, 2, 3, 4])
+def test_half_the_throughput_is_worse_with_any_number_of_runs(num_runs):
+    def run(seed, pause):  # the same answers, of which the slower server gives half as many
+        records = records_of(seed)
+        return report_of(
+            [whole(sent_s=at * pause, token_s=tuple(t - record.sent_s for t in record.token_s),
+                   num_output=8) for at, record in enumerate(records)]
+        )  # fmt: skip
+
+    a = [run(seed, 2.0) for seed in range(num_runs)]
+    b = [run(seed + 10, 4.0) for seed in range(num_runs)]
+    found = compare(a, b, 0.05)
+    assert line_of(found, "output").ratio == pytest.approx(0.5, abs=0.02)
+    assert line_of(found, "output").judgement == "worse"
+    assert found.is_too_bad
+    assert not compare(b, a, 0.05).is_too_bad
 
 
 def test_tokens_that_came_after_the_window_do_not_count():
     times = tuple(0.1 * at for at in range(1, 105))  # 4 of them once sending was stopped
     records = [whole(sent_s=0.0, token_s=times, num_output=len(times))]
     figures = compute_figures(records, 10.05, Slo())
-    (run,) = collect_rates([report_of(records, figures=figures)])
+    (run,) = collect_rates([report_of(records, figures=figures)], 1)
     mean = sum(float(rate) for (rate,) in run.clusters) / run.num_clusters
     assert mean == pytest.approx(figures.output_tokens_per_s)
 

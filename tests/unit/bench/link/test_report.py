@@ -1,6 +1,7 @@
 """Rows, their order and their limit; the table's width; the plan."""
 
 import io
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -10,12 +11,14 @@ from baton.bench.link.runner import (
     LIMITS,
     PEERS,
     QUICK,
+    LinkRunner,
+    Plan,
     add_reused,
     choose_transports,
     make_workloads,
 )
 from baton.bench.printing import MAX_COLUMNS, print_link_report
-from baton.errors import ConfigError, UnknownPluginError
+from baton.errors import ConfigError, PeerLostError, UnknownPluginError
 from baton.rig.backend import Traits
 from baton.rig.machine import describe_machine
 from baton.rig.pair import Timings
@@ -112,3 +115,11 @@ def test_transports_are_those_asked_for_else_all():
 def test_messages_that_need_too_large_a_pool_are_refused():
     with pytest.raises(ConfigError, match="4 GiB"):
         make_workloads([(4 << 30) + 1], QUICK)
+
+
+def test_a_link_that_is_too_slow_is_named_with_what_helps():
+    pair = Mock(traits=Traits("tcp", ("push",), "tuned socket"))
+    pair.measure.side_effect = PeerLostError("no answer within 60 s")
+    runner = LinkRunner(Plan((SHARED,), WORKLOADS, QUICK), Mock(), Mock(), Mock(), ())
+    with pytest.raises(PeerLostError, match=r"push: no answer within 60 s; .*--quick"):
+        runner._measure_all(SHARED, pair, ReportBuilder())

@@ -60,6 +60,22 @@ def test_failures_in_a_row_stop_it_and_one_answer_is_enough_to_go_on():
     assert "in a row" in breaker.count(failed(sent_s=30, ended_s=31))
 
 
+def test_a_server_that_refuses_some_while_it_streams_to_others_does_not_stop_it():
+    breaker = Breaker()
+    for at in range(10 * NUM_FAILED):
+        assert breaker.count(failed(sent_s=at, ended_s=at + 0.1), last_token_s=at - 0.2) is None
+    for at in range(NUM_FAILED - 1):  # no more tokens
+        assert breaker.count(failed(sent_s=300 + at, ended_s=301 + at), last_token_s=200) is None
+    assert "in a row" in breaker.count(failed(sent_s=330, ended_s=331), last_token_s=200)
+
+
+def test_streams_that_break_stop_it_also_while_others_receive_tokens():
+    breaker = Breaker()
+    for at in range(NUM_FAILED - 1):
+        assert breaker.count(failed("lost", at, at + 0.5), last_token_s=at) is None
+    assert "in a row" in breaker.count(failed("lost", 30, 31), last_token_s=31)
+
+
 @pytest.mark.parametrize(
     ("change", "reported"),
     [

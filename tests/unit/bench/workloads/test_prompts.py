@@ -100,6 +100,14 @@ def test_a_turn_repeats_everything_before_it():
     assert ids[2][:21] == ids[1]
 
 
+def test_a_pause_is_in_the_description():
+    described = [
+        choose_workload("multi-turn", WorkloadOptions(pause_s=pause_s)).description
+        for pause_s in (None, 0.0, 30.0)
+    ]
+    assert described == [described[0], described[0], f"{described[0]}, 30 s apart"]
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

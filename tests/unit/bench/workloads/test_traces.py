@@ -69,6 +69,14 @@ def test_divided_lengths_keep_what_prompts_share(write):
     assert workload.largest.num_prompt_tokens == 65
 
 
+def test_what_changes_the_requests_is_in_the_description(write):
+    path = write(*MOONCAKE)
+    assert read_trace(TraceFile(path)).description == "3 requests (mooncake)"
+    changed = read_trace(TraceFile(path, speed=2.5, length_divisor=16))
+    expected = "3 requests (mooncake), 2.5 times as fast, lengths divided by 16"
+    assert changed.description == expected
+
+
 def test_lengths_of_texts_are_not_divided(write):
     with pytest.raises(ConfigError, match="texts"):
         read_trace(TraceFile(write(BATCH), length_divisor=2))
