@@ -21,6 +21,8 @@ import pytest
 from baton.events.blocks import EntriesRemoved, EntriesStored, TiersListed, pack_names
 from baton.events.journal import CacheJournal
 from baton.ids import StoreId
+from baton.models import DEMO_MODEL_PATH
+from baton.tokenizer.digest import digest_tokenizer
 from tests.free_ports import find_free_port
 from tests.integration.gateway_cluster import Cluster, run, until, until_true, until_up
 from tests.integration.scripted_publisher import ScriptedPublisher, stored
@@ -174,6 +176,52 @@ def test_what_a_vllm_servers_store_holds_is_asked_for_beside_what_it_publishes(e
 
     run(scenario, prefills=0, decodes=[server], probe_interval_s=0.02, policy="prefix")
     assert following_threads() == []
+
+
+def test_a_server_some_of_whose_events_are_lost_is_asked_to_report_what_it_has_cached(
+    ends, give_birth
+):
+    """vLLM reports a block that stays cached once: what follows it could never be known."""
+    publisher = give_birth(ends[0], None)
+    server = server_of(publisher.source, "both")
+    server.extra_info |= {
+        "model": str(DEMO_MODEL_PATH), "tokenizer": digest_tokenizer(DEMO_MODEL_PATH)
+    }  # fmt: skip
+
+    async def scenario(cluster: Cluster) -> None:
+        async def is_asked(token: int, **fields: object) -> object:
+            body = {"model": "demo", "prompt": [token] * 40, "max_tokens": 3, **fields}
+            async with cluster.post(body) as response:
+                assert response.status == 200
+            return server.visits[-1].body.get("vllm_xargs")
+
+        async def until_cached(token: int, num_tokens: int) -> None:
+            async def is_cached() -> bool:
+                body = {"model": "demo", "prompt": [token] * 40}
+                async with cluster.post(body, "/debug/route") as response:
+                    return (await response.json())["cached_tokens"].get("vllm-d", 0) == num_tokens
+
+            await until_true(is_cached)
+
+        async def is_lost() -> bool:
+            line = 'baton_kv_events_total{type="Lost",worker="vllm-d"}'
+            return await cluster.metric(line) == 1
+
+        await until_connected(cluster)
+        assert await is_asked(3) is None
+        publisher.publish(stored(8), is_lost=True)
+        publisher.publish({**stored(9), "parent_block_hash": 8})
+        await until_true(is_lost)
+        assert await is_asked(2, vllm_xargs={"a": 7}) == {"a": 7, "kv_cache_report_mode": "full"}
+        publisher.publish(stored(5, 6))  # what is reported to another request, of tokens 1
+        await until_cached(1, 32)
+        assert await is_asked(1) is None, "most of it is known"
+        assert await is_asked(4) == {"kv_cache_report_mode": "full"}
+        publisher.publish({"type": "AllBlocksCleared"})
+        await until_cached(1, 0)
+        assert await is_asked(5) is None
+
+    run(scenario, prefills=0, decodes=[server], probe_interval_s=0.02, policy="prefix")
 
 
 def test_what_was_published_before_and_what_was_lost_is_asked_for(ends, give_birth):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import subprocess
 import sys
 import threading
@@ -48,6 +49,28 @@ def test_a_feed_that_cannot_be_opened_is_a_configuration_error_and_leaves_nothin
     ):
         publisher.publish(stored(1))
         wait_until(lambda: consumer.take() == {1})
+
+
+def test_more_workers_are_followed_than_libzmq_has_sockets_for_by_itself(ends):
+    """By itself it has 1,023: two for a feed, and one while it waits for an answer."""
+    code = f"""
+import os
+import zmq
+from tests.integration.following_kv_events import Consumer
+consumer = Consumer(*{ends!r}).start()
+context = zmq.Context.instance()
+sockets = [context.socket(zmq.PUSH) for _ in range(1_100)]
+print(len(sockets), flush=True)
+os._exit(0)  # to close them one by one takes long
+"""
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if descriptors < 2_000:
+        pytest.skip(f"{descriptors} file descriptors")
+    done = subprocess.run(
+        ["/bin/sh", "-c", 'ulimit -n 2000 && exec "$@"', "sh", sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("1100\n", 0), done.stderr
 
 
 @pytest.mark.parametrize("num_left", [0, 3, 6])

@@ -44,8 +44,8 @@ class BlockStored(Record, frozen=True):
     longer than the hashes cover (blocks outside a sliding window have none), and is empty, with
     `block_size` 0, where a publisher does not know them. `salt` keeps sequences apart whose tokens
     are equal: the tenant's, as `hash_tenant` makes it, with the adapter's name (`salt_of_adapter`);
-    given where a sequence begins. `is_plain`: nothing but tokens and `salt` went into these hashes,
-    no image.
+    given where a sequence begins. Into the hashes of the first `num_plain` blocks (None: of all)
+    went nothing but tokens and `salt`; into the next one's an image, for instance.
     """
 
     domain: EventDomain
@@ -56,7 +56,7 @@ class BlockStored(Record, frozen=True):
     medium: str
     group: int
     salt: str = ""
-    is_plain: bool = True
+    num_plain: int | None = None
 
 
 class BlockRemoved(Record, frozen=True):

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from baton.events.endpoint import LiveEndpoint, ReplayEndpoint
     from baton.ids import WorkerId
 
-MAX_QUEUED_REPLAYS: Final = 20_000
-"""vLLM drops messages beyond this, the end marker too; the replay is then requested again."""
+MAX_QUEUED_REPLAYS: Final = 30_000
+"""vLLM drops messages beyond this, the end marker too; the replay is then requested again. More
+than a server that Baton starts keeps (`NUM_REPLAYED_STEPS`)."""
 
 MAX_BURST: Final = 256
 """Messages read by one call, so that replies and deadlines are handled in between."""
@@ -392,6 +393,9 @@ TICK_MS: Final = 250
 
 STOP_TIMEOUT_S: Final = 5.0
 
+MAX_SOCKETS: Final = 65_535
+"""libzmq's limit. A feed has two, and a third one while it waits for an answer."""
+
 NUM_ZMQ_DESCRIPTORS: Final = 16
 """Of a context with its first sockets, and some more."""
 
@@ -435,6 +439,8 @@ class KVEventSubscriber:
         """
         _require_descriptors()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        # What counts is the number at the first socket; libzmq's own is 1,023, of 341 workers.
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         subscription = Subscription(context, self.options.live)
         try:
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -145,13 +145,11 @@ _batches = msgspec.msgpack.Decoder(_Batch)
 _events = msgspec.msgpack.Decoder(_WireEvent)
 _pages = msgspec.msgpack.Decoder(_Page)
 _encoder = msgspec.msgpack.Encoder()
-_extra_keys = msgspec.msgpack.Decoder(
-    Annotated[
-        list[Annotated[list[str], msgspec.Meta(max_length=8)] | None],
-        msgspec.Meta(max_length=262_144),
-    ]
-    | None
-)
+_Keys: TypeAlias = Annotated[list[str], msgspec.Meta(max_length=8)] | None
+_PER_BLOCK: Final = msgspec.Meta(max_length=262_144)
+_extra_keys = msgspec.msgpack.Decoder(Annotated[list[_Keys], _PER_BLOCK] | None)
+_raw_keys = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], _PER_BLOCK])
+_keys_of_block = msgspec.msgpack.Decoder(_Keys)
 _types = msgspec.msgpack.Decoder(_Typed)
 
 
@@ -263,7 +261,7 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
         return None
     match event:
         case _Stored():
-            salt = _read_salt(event)
+            salt, num_plain = _read_salt(event)
             return BlockStored(
                 domain,
                 event.block_hashes,
@@ -272,8 +270,8 @@ def _decode_event(raw: msgspec.Raw, domain: EventDomain) -> BlockEvent | None:
                 event.block_size,
                 event.medium or DEFAULT_MEDIUM,
                 event.group_idx or 0,
-                salt or "",
-                is_plain=salt is not None,
+                salt,
+                num_plain,
             )
         case _Removed():
             return BlockRemoved(
@@ -316,23 +314,39 @@ def _pack(token_ids: TokenIds) -> bytes:
     return token_ids
 
 
-def _read_salt(event: _Stored) -> str | None:
-    """The salt of a sequence's tenant and adapter; None where something else went into a hash."""
+def _read_salt(event: _Stored) -> tuple[str, int | None]:
+    """The salt of a sequence's tenant and adapter, and `num_plain` as in `BlockStored`."""
     if event.salt is not None:
-        return event.salt
+        return event.salt, None
+    own = [] if event.lora_name is None else [event.lora_name]  # the first key of each block
+    blocks, is_beginning = _read_extra_keys(event.extra_keys), event.parent_block_hash is None
+    tenant_salt, num_plain = "", 0
+    for keys in blocks:
+        if keys != own:
+            is_salted = keys is not None and keys[:-1] == own
+            if num_plain or not (is_beginning and keys and is_salted):
+                break
+            tenant_salt = hash_tenant(keys[-1])
+        num_plain += 1
+    are_all = num_plain == len(blocks) and (blocks or not own)
+    salt = salt_of_adapter(tenant_salt, event.lora_name or "") if is_beginning else ""
+    return salt, None if are_all else num_plain
+
+
+def _read_extra_keys(raw: msgspec.Raw) -> list[list[str] | None]:
+    """Of each block, up to the first one with what is no text, of an image for instance: None."""
     try:
-        keys = [each or [] for each in _extra_keys.decode(event.extra_keys) or []]
+        return [each or [] for each in _extra_keys.decode(raw) or ()]
     except UNDECODABLE:
-        return None  # of an image, for instance
-    if event.lora_name is not None:  # the first key of each block
-        if not keys or any(each[:1] != [event.lora_name] for each in keys):
-            return None
-        keys = [each[1:] for each in keys]
-    first, is_beginning = keys[0] if keys else [], event.parent_block_hash is None
-    if any(keys[1:]) or len(first) > 1 or (first and not is_beginning):
-        return None
-    tenant_salt = hash_tenant(first[0]) if first else ""
-    return salt_of_adapter(tenant_salt, event.lora_name or "") if is_beginning else ""
+        pass
+    blocks: list[list[str] | None] = []
+    try:
+        for each in _raw_keys.decode(raw):
+            keys = _keys_of_block.decode(each)
+            blocks.append(keys or [])
+    except UNDECODABLE:
+        blocks.append(None)
+    return blocks
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], raw: bytes | msgspec.Raw) -> T:

@@ -15,7 +15,9 @@ collision by chance costs a wrong guess of what a worker has cached, never a wro
 from __future__ import annotations
 
 import hashlib
+import struct
 from functools import lru_cache
+from operator import mul
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -27,6 +29,9 @@ PLACE_BITS: Final = 12
 NUM_PLACES: Final = 1 << PLACE_BITS
 _BEFORE_FIRST: Final = NUM_PLACES - 1
 _UPPER: Final = 0xFFFF_FFFF_FFFF_FFFF ^ (NUM_PLACES - 1)
+FEW_TOKENS: Final = 64
+"""So many are named without numpy, whose calls cost more than what they compute."""
+_ALL: Final = (1 << 64) - 1
 _HALF: Final = np.uint64(32)
 _UPPER_MASK: Final = np.uint64(_UPPER)
 _PLACE_MASK: Final = np.uint64(_BEFORE_FIRST)
@@ -46,6 +51,9 @@ class PrefixNames:
         self._places = np.tile(self._draw(b"places", NUM_PLACES), 2)
         self._mix = self._draw(b"mix", 2) | np.uint64(1)
         self._factors = lru_cache(maxsize=8)(self._draw_factors)
+        self._few_places: list[int] = self._places[:NUM_PLACES].tolist()
+        self._few_mix: list[int] = self._mix.tolist()
+        self._few_factors = lru_cache(maxsize=8)(self._list_factors)
 
     def root(self, salt: str) -> int:
         """What a sequence's first block follows: of a cache salt, an adapter, or both."""
@@ -73,6 +81,27 @@ class PrefixNames:
         names |= places
         named: list[int] = names.tolist()
         return named
+
+    def of_packed(self, packed_ids: bytes, block_size: int, after: int) -> list[int]:
+        """As `of`, of ids as little-endian int32: of an event, which often is of one block."""
+        if len(packed_ids) > 4 * FEW_TOKENS:
+            return self.of(np.frombuffer(packed_ids, "<i4"), block_size, after)
+        factors, places = self._few_factors(block_size), self._few_places
+        ids = struct.unpack(f"<{len(packed_ids) // 4}i", packed_ids)
+        names = []
+        for end in range(block_size, len(ids) + 1, block_size):
+            place = (after + 1) & _BEFORE_FIRST
+            term = sum(map(mul, ids[end - block_size : end], factors)) & _ALL ^ places[place]
+            for factor in self._few_mix:
+                term = term * factor & _ALL
+                term ^= term >> 32
+            after = (term & _UPPER) + (after & _UPPER) & _ALL | place
+            names.append(after)
+        return names
+
+    def _list_factors(self, block_size: int) -> list[int]:
+        factors: list[int] = self._factors(block_size).tolist()
+        return factors
 
     def _draw_factors(self, block_size: int) -> NDArray[np.uint64]:
         return self._draw(b"tokens", block_size) | np.uint64(1)

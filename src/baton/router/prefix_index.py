@@ -6,12 +6,12 @@
 
 `whole` only shrinks on the way from a root to a leaf, so that the blocks of a prompt at which it
 changes are found by bisection: two lookups where all workers agree. What a worker holds without
-the blocks before it (events were lost, or the engine dropped one in the middle) comes back by
-itself once they do.
+the blocks before it (the engine dropped one in the middle) comes back by itself once they do.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     from baton.ids import WorkerId
 
 MAX_BLOCKS: Final = 1 << 22
-"""Of one index; what is stored beyond that is not known here, as if it had not been published."""
+"""Of one index; what is stored beyond that is not known here, as if it had not been published, nor
+what follows it: no prompt could find that."""
 NUM_WALKED: Final = 8
 """Blocks that are walked one by one: where sets change at most blocks, bisection costs more."""
 _ALL: Final = -1
 
+log = logging.getLogger(__name__)
+
 
 class _Node(msgspec.Struct, eq=False):
-    """One block. `parent` None: the block before it is not known, or it is the root.
+    """One block. `parent` None: it is the root.
 
     A struct rather than a class with slots: millions are made, and its constructor is in C.
     """
@@ -86,12 +89,12 @@ class PrefixIndex:
     def store(self, worker: WorkerId, names: Sequence[int], after: int | None) -> None:
         """It holds these blocks, each following the one before it, the first following `after`.
 
-        `after` None: they begin a sequence.
+        `after` None: they begin a sequence. Where it is not known, they are refused.
         """
         bit = self._bit_of(worker)
-        node = self._root if after is None else self._find_or_add(after, None)
+        node = self._root if after is None else self._nodes.get(after)
         if node is None:
-            self.num_refused += len(names)
+            self._refuse(len(names))
             return
         nodes, most = self._nodes, self._max_blocks
         for at, name in enumerate(names):
@@ -103,9 +106,9 @@ class PrefixIndex:
                     node.add(child)
                 node = child
                 continue
-            found = self._find_or_add(name, node)
+            found = nodes.get(name)
             if found is None:
-                self.num_refused += len(names) - at
+                self._refuse(len(names) - at)
                 self._prune(node)
                 return
             found.held |= bit
@@ -117,7 +120,12 @@ class PrefixIndex:
             node = found
 
     def expect(self, worker: WorkerId, names: Sequence[int], after: int | None) -> None:
-        """As `store`, of blocks that it has not reported: they count until `drop_expected`."""
+        """As `store`, of blocks that it has not reported: they count until `drop_expected`.
+
+        What follows a block that was evicted in the meantime is not expected.
+        """
+        if after is not None and after not in self._nodes:
+            return
         bit, get = self._bit_of(worker), self._nodes.get
         reported = {
             name
@@ -248,23 +256,13 @@ class PrefixIndex:
             bit = self._bits[worker] = 1 << at
         return bit
 
-    def _find_or_add(self, name: int, parent: _Node | None) -> _Node | None:
-        """The block of that name; None where there is no room for one more."""
-        node = self._nodes.get(name)
-        if node is None:
-            if len(self._nodes) >= self._max_blocks:
-                return None
-            node = self._nodes[name] = _Node(name, parent, 0, 0)
-            if parent is not None:
-                parent.add(node)
-        elif node.parent is None and parent is not None and parent is not node:
-            node.parent = parent
-            parent.add(node)
-            newly = node.held & parent.whole
-            if newly:
-                node.whole |= newly
-                self._complete(node, newly)
-        return node
+    def _refuse(self, num: int) -> None:
+        if not self.num_refused:
+            log.warning(
+                "%d cached blocks are known, and no more can be: who has the others is not known",
+                self._max_blocks,
+            )
+        self.num_refused += num
 
     def _complete(self, node: _Node, bits: int) -> None:
         """These workers hold everything up to a block: and what follows it, as far as they do."""

@@ -24,6 +24,7 @@ from baton.router.worker_prefixes import WorkerPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
 
     import numpy as np
     from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class PromptMatch:
     """A prompt of `num_tokens`, and how many of its first tokens each worker has.
 
     `stored` is how many each can load from its store. `names` are its blocks', by block size;
-    `token_ids` `[num_tokens]` by the tokenizer of that digest.
+    `token_ids` `[num_tokens]` by the tokenizer of that digest. `incomplete` as in `ModelPrefixes`.
     """
 
     num_tokens: int
@@ -55,6 +56,15 @@ class PromptMatch:
     names: Mapping[int, list[int]] = field(default_factory=dict)
     token_ids: NDArray[np.int32] | None = None
     tokenizer: str | None = None
+    incomplete: AbstractSet[WorkerId] = frozenset()
+
+    def may_have_more(self, worker: WorkerId) -> bool:
+        """Whether it may have most of the prompt cached, of which it has reported less than half.
+
+        What is cached all the time, as a system prompt is, a vLLM server reports only once: who
+        has missed that must ask, or never knows what follows it.
+        """
+        return worker in self.incomplete and 2 * self.cached.get(worker, 0) < self.num_tokens
 
 
 class ModelPrefixes:
@@ -70,6 +80,8 @@ class ModelPrefixes:
         self._expected: list[_Expected] = []  # a heap: what ends first comes first
         self._numbers = count()
         self._num_expected = 0
+        self.incomplete: set[WorkerId] = set()
+        """Workers some of whose events are lost: they may hold blocks that are not known."""
         self._until: dict[WorkerId, dict[int, float]] = {}
         """Of workers that report nothing of their caches: until when each block is expected."""
 
@@ -77,6 +89,11 @@ class ModelPrefixes:
     def num_blocks(self) -> int:
         """Blocks that some worker holds, or is expected to."""
         return sum(index.num_blocks for index in self._indexes.values())
+
+    @property
+    def num_refused_blocks(self) -> int:
+        """Blocks of which it is not known who holds them, for want of room; since the start."""
+        return sum(index.num_refused for index in self._indexes.values())
 
     @property
     def num_stored_blocks(self) -> int:
@@ -134,7 +151,8 @@ class ModelPrefixes:
             most = (len(token_ids) - 1) // size  # an engine computes the last token in any case
             for worker, num_blocks in index.find_matches(names[size]).items():
                 cached[worker] = min(num_blocks, most) * size
-        return PromptMatch(len(token_ids), cached, self._find_stored(token_ids, salt), names)
+        stored = self._find_stored(token_ids, salt)
+        return PromptMatch(len(token_ids), cached, stored, names, incomplete=self.incomplete)
 
     def _find_stored(self, token_ids: NDArray[np.int32], salt: str) -> dict[WorkerId, int]:
         """Tokens of a prompt, from the first on, that each worker can load from its tiers."""

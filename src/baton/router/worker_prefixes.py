@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, assert_never
 
-import numpy as np
-
 from baton.events.blocks import (
     DEFAULT_MEDIUM,
     STORE_MEDIUM,
@@ -44,26 +42,27 @@ class ReportedBlocks:
         self._name_of: dict[ExternalHash, int] = {}
         self.block_size = 0
 
-    def store(self, event: BlockStored) -> bool:
-        """Take up blocks that follow known ones; whether they could be."""
+    def store(self, event: BlockStored) -> int:
+        """Take up blocks that follow known ones; how many there are."""
         size, num = event.block_size, len(event.hashes)
         is_usable = (
             not event.group
-            and event.is_plain
             and num > 0
             and size > 0
             and len(event.packed_ids) == num * size * 4
             and len(self._name_of) + num <= MAX_BLOCKS_OF_WORKER
         )
         if not is_usable or self.block_size not in {0, size}:
-            return False
-        names = self.name_blocks(event)
+            return 0
+        if event.num_plain is not None:
+            num = min(num, event.num_plain)
+        names = self.name_blocks(event) if num else None
         if names is None:
-            return False
-        self.block_size = size
+            return 0
+        self.block_size, names = size, names[:num]
         self._find_index(size).store(self._worker, names, self.name_of(event.parent))
-        self._name_of.update(zip(event.hashes, names, strict=True))
-        return True
+        self._name_of.update(zip(event.hashes, names, strict=False))
+        return num
 
     def name_blocks(self, event: BlockStored | BlocksExpected) -> list[int] | None:
         """Names of an event's blocks; None where they follow one that is not known."""
@@ -73,8 +72,7 @@ class ReportedBlocks:
             after = self._name_of[event.parent]
         else:
             return None
-        ids = np.frombuffer(event.packed_ids, "<i4")
-        return self._names.of(ids, event.block_size, after)
+        return self._names.of_packed(event.packed_ids, event.block_size, after)
 
     def name_of(self, known: ExternalHash | None) -> int | None:
         """The name of a known block; None of none."""
@@ -130,8 +128,8 @@ class WorkerPrefixes:
         """
         match event:
             case BlockStored():
-                if not (self._is_of_cache(event, media) and self._cached.store(event)):
-                    self.num_ignored += len(event.hashes)
+                num = self._cached.store(event) if self._is_of_cache(event, media) else 0
+                self.num_ignored += len(event.hashes) - num
             case BlockRemoved():
                 if self._is_of_cache(event, media) and not event.group:
                     self._cached.remove(event.hashes)
@@ -143,12 +141,15 @@ class WorkerPrefixes:
                     self._apply_of_store(event)
             case AllBlocksCleared() | Restarted() | Lost():
                 self.clear(media)
+                if isinstance(event, Lost) and DEFAULT_MEDIUM in media:
+                    self._model.incomplete.add(self._worker)
             case _ as never:
                 assert_never(never)
 
     def clear(self, media: frozenset[str] = MEDIA) -> None:
         """Forget every block of these media."""
         if DEFAULT_MEDIUM in media:
+            self._model.incomplete.discard(self._worker)
             self._model.drop_expected(self._worker)
             self._cached.clear()
         if STORE_MEDIUM in media:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.kv.prefix_names import NUM_PLACES, PrefixNames
+from baton.events.blocks import pack_ids
+from baton.kv.prefix_names import FEW_TOKENS, NUM_PLACES, PrefixNames
 from baton.router.prefix_index import PrefixIndex
 from tests.examples import examples
 
@@ -33,10 +34,12 @@ class IndexMachine(RuleBasedStateMachine):
     def store(self, worker, tokens, start):
         names = name(tokens)
         start = min(start, len(names) - 1)
-        refused = self.index.num_refused
-        self.index.store(worker, names[start:], names[start - 1] if start else None)
+        refused, after = self.index.num_refused, names[start - 1] if start else None
+        is_known = after is None or after in self.index._nodes
+        self.index.store(worker, names[start:], after)
         num_kept = len(names) - start - (self.index.num_refused - refused)
-        assert num_kept == len(names) - start or self.max_blocks == 5
+        assert num_kept == (len(names) - start if is_known else 0) or self.max_blocks == 5
+        assert num_kept == 0 or is_known
         self.held[worker].update(names[start : start + num_kept])
 
     @rule(worker=workers, tokens=sequences, data=st.data())
@@ -87,6 +90,28 @@ def test_long_prompts_are_searched_by_halves(held, num_asked):
     assert index.find_matches(names[:num_asked]) == expected
 
 
+def test_a_full_index_takes_nothing_that_no_prompt_could_find(caplog):
+    """What follows a block that found no room would keep the place of what can be found."""
+    index, names = PrefixIndex(max_blocks=4), name([0, 1, 0, 1, 0, 1, 0, 1])
+    index.store("w0", names[:6], None)
+    assert (index.num_blocks, index.num_refused) == (4, 2)
+    index.remove("w0", [names[3]])
+    index.store("w0", names[6:], names[5])
+    assert (index.num_blocks, index.num_refused) == (3, 4)
+    index.store("w1", names[:4], None)
+    assert index.find_matches(names) == {"w0": 3, "w1": 4}
+    assert len(caplog.records) == 1
+    index.check_invariants()
+
+
+def test_what_follows_an_evicted_block_is_not_expected():
+    index, names = PrefixIndex(), name([0, 1, 0])
+    index.store("w0", names[:2], None)
+    index.remove("w0", names[:2])
+    index.expect("w0", names[2:], names[1])
+    assert (index.num_blocks, index.num_refused) == (0, 0)
+
+
 def test_the_machine_finds_an_index_that_forgets_what_follows(monkeypatch):
     monkeypatch.setattr("baton.router.prefix_index._break", lambda node, bit: None)
     index = PrefixIndex()
@@ -114,6 +139,22 @@ def test_names_go_on_from_any_block(tokens, block_size, cut):
     head = NAMES.of(ids[: cut * block_size], block_size, root)
     tail = NAMES.of(ids[cut * block_size :], block_size, head[-1] if head else root)
     assert head + tail == whole
+
+
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=2 * FEW_TOKENS),
+    st.sampled_from([1, 16, FEW_TOKENS]),
+    st.integers(0, 2**64 - 1) | st.integers(2**64 - NUM_PLACES, 2**64 - 1),
+)
+def test_few_blocks_are_named_as_many_are(tokens, block_size, after):
+    packed = pack_ids(tokens)
+    of_numpy = NAMES.of(np.array(tokens, dtype=np.int32), block_size, after)
+    assert NAMES.of_packed(packed, block_size, after) == of_numpy
+
+
+def test_a_block_is_named_without_numpy(monkeypatch):
+    monkeypatch.setattr(NAMES, "of", None)
+    assert NAMES.of_packed(pack_ids(range(16)), 16, NAMES.root(""))
 
 
 @given(sequences, sequences)

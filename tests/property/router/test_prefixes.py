@@ -78,8 +78,15 @@ class PrefixesMachine(RuleBasedStateMachine):
         self.expected: list[Expectation] = []
         self.now = 0.0
 
-    @rule(worker=followed, ids=tokens, salt=salts, start=st.integers(0, 3), adapter=st.booleans())
-    def store(self, worker, ids, salt, start, adapter):
+    @rule(
+        worker=followed,
+        ids=tokens,
+        salt=salts,
+        start=st.integers(0, 3),
+        num_plain=st.none() | st.integers(0, 3),
+    )
+    def store(self, worker, ids, salt, start, num_plain):
+        """`num_plain`: after so many blocks comes one with an image."""
         size = SIZES[worker]
         blocks = [(salt, ids[:end]) for end in range(size, len(ids) + 1, size)]
         start = min(start, len(blocks) - 1)
@@ -95,14 +102,15 @@ class PrefixesMachine(RuleBasedStateMachine):
             DEFAULT_MEDIUM,
             0,
             "" if parent else salt,
-            is_plain=not adapter,
+            num_plain=num_plain,
         )
         ignored = self.feeds[worker].num_ignored
         self.feeds[worker].apply(event)
-        is_known = not adapter and (parent is None or parent in self.reported[worker])
-        assert (self.feeds[worker].num_ignored == ignored) is is_known
-        if is_known:
-            self.reported[worker].update(blocks[start:])
+        is_known = parent is None or parent in self.reported[worker]
+        known = blocks[start:][:num_plain] if is_known else []
+        num_ignored = self.feeds[worker].num_ignored - ignored
+        assert num_ignored == len(blocks) - start - len(known)
+        self.reported[worker].update(known)
 
     @rule(worker=followed, ids=tokens, salt=salts, start=st.integers(0, 3))
     def queue(self, worker, ids, salt, start):
@@ -392,3 +400,34 @@ def test_what_is_expected_of_a_silent_worker_does_not_delay_the_end_of_other_exp
         match = prefixes.find(prompt, "", 0.0)
         prefixes.expect(match, Placement(None, view(worker)), 0.0)
     assert prefixes.find(prompt, "", EXPECTED_WITH_EVENTS_S).cached == {"mute": 32}
+
+
+def test_of_a_worker_some_of_whose_events_are_lost_more_may_be_cached_than_is_known():
+    prefixes = ModelPrefixes(NAMES)
+    feed, prompt = prefixes.follow(WorkerId("a")), np.arange(9, dtype=np.int32)
+    prefixes.follow(WorkerId("b"))
+
+    def may_have_more():
+        match = prefixes.find(prompt, "", 0.0)
+        return [worker for worker in "ab" if match.may_have_more(WorkerId(worker))]
+
+    def store(num_blocks):
+        hashes, ids = tuple(range(num_blocks)), pack_ids(range(2 * num_blocks))
+        feed.apply(BlockStored(DOMAIN, hashes, None, ids, 2, DEFAULT_MEDIUM, 0))
+
+    assert may_have_more() == []
+    feed.apply(Lost(3), frozenset({STORE_MEDIUM}))
+    assert may_have_more() == [], "of the store is asked again"
+    feed.apply(Lost(3))
+    assert may_have_more() == ["a"]
+    store(2)
+    assert may_have_more() == ["a"]
+    store(3)
+    assert may_have_more() == [], "most of it is known"
+    for event in (AllBlocksCleared(), Restarted()):
+        feed.apply(Lost(3))
+        feed.apply(event)
+        assert may_have_more() == []
+    feed.apply(Lost(3))
+    prefixes.forget(WorkerId("a"))
+    assert may_have_more() == []

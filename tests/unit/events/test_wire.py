@@ -94,28 +94,49 @@ def test_a_block_whose_tokens_are_not_known_is_a_block():
         (None, [["salt"], None], hash_tenant("salt")),
         ("sql", [["sql"], ["sql"]], "/sql"),
         ("sql", [["sql", "salt"], ["sql"]], f"{hash_tenant('salt')}/sql"),
-        ("sql", None, None),
-        ("sql", [["law"], ["sql"]], None),
-        ("sql", [["sql"], None], None),
-        ("sql", [["sql", "salt", "more"], ["sql"]], None),
-        ("sql", [["sql"], ["sql", "more"]], None),
-        ("sql", [["sql", ["image", 3]], ["sql"]], None),
     ],
 )
 def test_what_goes_into_a_hash_besides_tokens(lora_name, extra_keys, salt):
-    stored = STORED | {
-        "parent_block_hash": None,
-        "lora_name": lora_name,
-        "extra_keys": extra_keys,
-    }
-    [event] = decode_message(message(stored), DOMAIN).batch.events
-    assert (event.is_plain, event.salt) == (salt is not None, salt or "")
+    event = with_extra_keys(None, lora_name, extra_keys)
+    assert (event.num_plain, event.salt) == (None, salt)
+
+
+IMAGE = ["an image's hash", 3]
+
+
+@pytest.mark.parametrize(
+    ("lora_name", "extra_keys", "num_plain", "salt"),
+    [
+        (None, [None, [IMAGE]], 1, ""),
+        (None, [["salt"], [IMAGE]], 1, hash_tenant("salt")),
+        (None, [[IMAGE], None], 0, ""),
+        (None, [None, ["salt"]], 1, ""),
+        (None, [None, [1]], 1, ""),
+        (None, 5, 0, ""),
+        ("sql", None, 0, "/sql"),
+        ("sql", [["law"], ["sql"]], 0, "/sql"),
+        ("sql", [["sql"], None], 1, "/sql"),
+        ("sql", [["sql", "salt", "more"], ["sql"]], 0, "/sql"),
+        ("sql", [["sql"], ["sql", "more"]], 1, "/sql"),
+        ("sql", [["sql", IMAGE], ["sql"]], 0, "/sql"),
+        ("sql", [["sql"], ["sql", IMAGE]], 1, "/sql"),
+    ],
+)
+def test_blocks_before_an_image_depend_on_tokens_alone(lora_name, extra_keys, num_plain, salt):
+    event = with_extra_keys(None, lora_name, extra_keys)
+    assert (event.num_plain, event.salt) == (num_plain, salt)
+
+
+def with_extra_keys(parent, lora_name, extra_keys):
+    changed = {"parent_block_hash": parent, "lora_name": lora_name, "extra_keys": extra_keys}
+    [event] = decode_message(message(STORED | changed), DOMAIN).batch.events
+    return event
 
 
 def test_blocks_that_follow_others_have_their_adapters_name_too():
-    stored = STORED | {"lora_name": "sql", "extra_keys": [["sql"], ["sql"]]}
-    [event] = decode_message(message(stored), DOMAIN).batch.events
-    assert (event.is_plain, event.salt) == (True, "")
+    event = with_extra_keys(7, "sql", [["sql"], ["sql"]])
+    assert (event.num_plain, event.salt) == (None, "")
+    assert with_extra_keys(7, None, [["salt"], None]).num_plain == 0
 
 
 def test_unknown_fields_are_ignored_and_unknown_events_counted():

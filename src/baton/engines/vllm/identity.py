@@ -256,4 +256,16 @@ def _read_kv_events(vllm_config: VllmConfig) -> KVEventsSource | None:
     events = vllm_config.kv_events_config
     if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         return None
-    return KVEventsSource(events.endpoint, events.replay_endpoint, events.topic)
+    rank, replay = vllm_config.parallel_config.data_parallel_index, events.replay_endpoint
+    return KVEventsSource(
+        _of_rank(events.endpoint, rank),
+        None if replay is None else _of_rank(replay, rank),
+        events.topic,
+    )
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """Where a data-parallel rank publishes: as `offset_endpoint_port` of vLLM's publisher."""
+    address, _, port = endpoint.rpartition(":")
+    is_offset = endpoint.startswith("tcp://") and port.isdecimal() and port != "0"
+    return f"{address}:{int(port) + rank}" if is_offset else endpoint
