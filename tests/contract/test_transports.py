@@ -1,5 +1,6 @@
 """Every installed transport against the public contract."""
 
+import importlib.util
 import os
 import resource
 import socket
@@ -19,7 +20,7 @@ from baton.testing.transport_contract import (
     NetworkViewContract,
     ReaderTrackingContract,
 )
-from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, check_write
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
 from baton.testing.transport_contract.peers import ended
 from baton.testing.transport_contract.writing import ShownPages
 from baton.testing.transport_pair import TransportPair, whole_pages
@@ -31,6 +32,71 @@ from baton.transfer.interface import (
     WriteFailed,
 )
 from tests.descriptors import no_descriptors
+
+
+class OneConnection(TransportKit):
+    """A transport whose owner admits one peer."""
+
+    def __init__(self, kind, options):
+        self.kind, self.options = kind, {**options, "max_connections": 1}
+
+
+def start_one_connection(kind, folder):
+    """An attached pair, its remote, and a second writer for the same owner."""
+    if kind == "nixl" and importlib.util.find_spec("nixl_cu12") is None:
+        pytest.skip("NIXL is not installed")
+    kit = OneConnection(kind, {"directory": str(folder)} if kind == "file" else {})
+    pair = TransportPair.of(kit.make_side(), kit.make_side())
+    return pair, pair.attach(), TransportPair.of(kit.make_side(), pair.reader)
+
+
+def find_refusal(refused):
+    """Why the owner does not admit it."""
+    refused.writer.transport.attach(refused.reader.descriptor)
+    refused.pump(lambda: bool(refused.seen(RemoteLost)))
+    (lost,) = refused.seen(RemoteLost)
+    return str(lost.error)
+
+
+@pytest.mark.parametrize("kind", ["shared", "file", "nixl"])
+def test_a_peer_beyond_the_bound_is_refused_with_the_reason_until_there_is_room(
+    kind, tmp_path, caplog
+):
+    first, remote, second = start_one_connection(kind, tmp_path)
+    reason = f"1 connections of {kind} are open, which is the most ({kind}.max_connections)"
+    assert find_refusal(second) == f"the peer refused to attach: {reason}"
+    assert caplog.messages == [f"refused a peer: {reason}"]
+    first.writer.transport.detach(remote)
+    first.pump(lambda: not first.reader.transport._listener.num_peers)
+    second.attach()
+    first.writer.close()
+    second.close()
+
+
+def test_a_peer_that_is_lost_and_may_still_write_counts_as_one_that_is_connected(tmp_path):
+    first, remote, second = start_one_connection("shared", tmp_path)
+    first.open_grant([1])
+    first.poll_for()
+    first.writer.transport._remotes[remote]._connection.channel.socket.shutdown(socket.SHUT_RDWR)
+    first.pump(lambda: bool(first.seen(RemoteLost)))
+    assert "shared.max_connections" in find_refusal(second)
+    first.writer.close()
+    second.close()
+
+
+def test_a_peer_that_cannot_be_served_is_refused_with_the_reason(tmp_path, caplog, monkeypatch):
+    first, remote, second = start_one_connection("shared", tmp_path)
+    first.writer.transport.detach(remote)
+    first.pump(lambda: not first.reader.transport._listener.num_peers)
+
+    def fail(*_):
+        raise TransferError("no descriptor is left")
+
+    monkeypatch.setattr(first.reader.transport, "_make_writer", fail)
+    assert find_refusal(second) == "the peer refused to attach: no descriptor is left"
+    assert caplog.messages == ["refused a peer: no descriptor is left"]
+    first.writer.close()
+    second.close()
 
 
 class TestShared(

@@ -54,6 +54,8 @@ class ClusterClient:
         self._authority = parts.netloc
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._made_with: ssl.SSLContext | None = None
+        self._address = "not resolved yet"
+        """The one that was connected to last, or is being."""
 
     async def post(self, path: str, body: bytes, timeout_s: float) -> bytes:
         """Post msgpack; the answer's body.
@@ -80,7 +82,9 @@ class ClusterClient:
                 return await self._ask(method, path, body, timeout_s)
         except TimeoutError as exc:
             self.close()
-            raise NoAnswerError(f"{self.url} did not answer within {timeout_s:g} s") from exc
+            raise NoAnswerError(
+                f"{self.url} ({self._address}) did not answer within {timeout_s:g} s"
+            ) from exc
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as exc:
             self.close()
             raise NoAnswerError(
@@ -139,7 +143,7 @@ class ClusterClient:
             return self._open
         self.close()
         context = self._context
-        sock = await self._connect()
+        sock = await self._connect(timeout_s)
         if context is None:
             self._open = await asyncio.open_connection(sock=sock)
         else:
@@ -159,25 +163,37 @@ class ClusterClient:
         self._made_with = context
         return self._open
 
-    async def _connect(self) -> socket.socket:
-        """A TCP connection to one of the addresses of the host."""
+    async def _connect(self, timeout_s: float) -> socket.socket:
+        """A TCP connection to one of the addresses of the host. Each has its share of the time.
+
+        Raises:
+            OSError: to none of them; `ConnectionRefusedError` where nothing listens at any.
+        """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        error = OSError(f"{self._host} has no address")
+        share_s = timeout_s / len(found)
+        errors: list[OSError] = []
         for family, kind, protocol, _, address in found:
+            self._address = str(address[0])
             sock = socket.socket(family, kind, protocol)
             sock.settimeout(0)
             try:
-                await loop.sock_connect(sock, address)
+                async with asyncio.timeout(share_s):
+                    await loop.sock_connect(sock, address)
+            except TimeoutError:
+                sock.close()
+                errors.append(OSError(f"{self._address} did not answer within {share_s:g} s"))
             except OSError as exc:
                 sock.close()
-                error = exc
+                errors.append(exc)
             except BaseException:
                 sock.close()
                 raise
             else:
                 return sock
-        raise error
+        if all(isinstance(each, ConnectionRefusedError) for each in errors):
+            raise errors[-1]
+        raise OSError("; ".join(map(str, errors)))
 
 
 def _close_unused(

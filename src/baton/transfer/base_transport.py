@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 from baton.errors import PeerLostError, PeerUnreachableError, ProtocolError, TransferError
 from baton.ids import RegionHandle
 from baton.net.connection import Connection, EventReactor
-from baton.net.endpoints import MAX_CONNECTIONS, MAX_UNPROVED, Dialer, Listener
+from baton.net.endpoints import MAX_UNPROVED, Dialer, Listener
 from baton.net.framing import encode
 from baton.telemetry.log_limit import LimitedLog
 from baton.transfer.interface import (
@@ -280,7 +280,7 @@ class ConnectedTransport(BaseTransport[R], Generic[R, A]):
         context: TransportContext,
         *,
         connect_timeout_s: float,
-        max_connections: int = MAX_CONNECTIONS,
+        max_connections: int,
     ) -> None:
         super().__init__(context)
         self._max_connections = max_connections
@@ -325,13 +325,18 @@ class ConnectedTransport(BaseTransport[R], Generic[R, A]):
         if region is None:
             connection.send_body(encode(NotAttached("no such region")))
         elif self._listener is not None and self._listener.num_peers > self._max_connections:
-            reason = (
-                f"{self._max_connections} connections of {self.kind} are open, which is the most"
+            self._refuse(
+                connection,
+                "connections",
+                f"{self._max_connections} connections of {self.kind} are open, which is the most "
+                f"({self.kind}.max_connections)",
             )
-            self._log.warning("connections", f"refused a peer: {reason}")
-            connection.send_body(encode(NotAttached(reason)))
         else:
             self._admit(connection, attach, region)
+
+    def _refuse(self, connection: Connection, subject: str, reason: str) -> None:
+        self._log.warning(subject, f"refused a peer: {reason}")
+        connection.send_body(encode(NotAttached(reason)))
 
     def _disconnected(self, connection: Connection, error: TransferError) -> None:
         """A peer's connection is over: the dialing side reports why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import ipaddress
 import re
@@ -135,7 +136,10 @@ def _abstract(name: str) -> bytes:
     return b"\0" + name.encode()
 
 
-_SIOCGIFADDR: Final = 0x8915
+_SIOCGIFCONF: Final = 0x8912
+_ENTRY_BYTES: Final = 40
+"""Of struct ifreq: a name of 16 bytes, then an address."""
+_MAX_ADDRESSES: Final = 4096
 _IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
 
 
@@ -153,9 +157,11 @@ def find_interface(host: str, advertise_host: str | None) -> str:
         raise TransferError(f"cannot find the address of {host}: {exc}") from exc
     if wanted.is_unspecified and advertise_host is not None:
         return find_interface(advertise_host, None)
-    for _, name in socket.if_nameindex():
-        if wanted == _find_ipv4(name) or (wanted.is_loopback and name == "lo"):
-            return name
+    if wanted.is_loopback:
+        return "lo"
+    name = _list_ipv4().get(str(wanted))
+    if name is not None:
+        return name
     for line in _read_ipv6():
         digits, *_, name = line.split()
         if wanted == ipaddress.IPv6Address(bytes.fromhex(digits)):
@@ -163,14 +169,16 @@ def find_interface(host: str, advertise_host: str | None) -> str:
     raise TransferError(f"no network interface has the address {host}")
 
 
-def _find_ipv4(name: str) -> ipaddress.IPv4Address | None:
-    request = struct.pack("16s24x", name.encode())
+def _list_ipv4() -> dict[str, str]:
+    """By each address of this host, the name of its interface. `eth0:1` is a label within one."""
+    entries = ctypes.create_string_buffer(_MAX_ADDRESSES * _ENTRY_BYTES)
+    request = struct.pack("iP", len(entries), ctypes.addressof(entries))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            answer = fcntl.ioctl(sock, _SIOCGIFADDR, request)
-        except OSError:  # it has none
-            return None
-    return ipaddress.IPv4Address(answer[20:24])
+        (num_bytes,) = struct.unpack_from("i", fcntl.ioctl(sock, _SIOCGIFCONF, request))
+    found: dict[str, str] = {}
+    for name, address in struct.iter_unpack("16s4x4s16x", entries.raw[:num_bytes]):
+        found[socket.inet_ntoa(address)] = name.rstrip(b"\0").decode().partition(":")[0]
+    return found
 
 
 def _read_ipv6() -> list[str]:

@@ -280,11 +280,6 @@ class GrantLedger:
         self._quiescent: list[TicketId] = []
         self._writers: dict[WriterId, _Writer] = {}
 
-    @property
-    def num_writers(self) -> int:
-        """Writers that may still be able to store somewhere."""
-        return len(self._writers)
-
     def add_writer(
         self, writer: WriterId, holder: GrantHolder, region: RegionHandle
     ) -> list[WriteGrant]:
@@ -351,10 +346,6 @@ class GrantLedger:
         if state is None or grant not in state.notified:
             return None
         return self._open.get(grant)
-
-    def pages_of(self, grant: TicketId) -> NDArray[np.int64]:
-        """The pages of a grant that is open."""
-        return self._open[grant].pages
 
     def confirm_closed(self, writer: WriterId, grant: TicketId) -> None:
         """The writer reports that it stopped.

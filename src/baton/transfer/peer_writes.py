@@ -45,7 +45,6 @@ from baton.transfer.interface import (
     WriteFailed,
     WriteGrant,
 )
-from baton.transfer.messages import NotAttached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -429,11 +428,12 @@ W = TypeVar("W", bound=WriterConnection)
 class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
     """See `Transport`: grants, and the peers that may write into them."""
 
-    max_writers: int
-    """Peers that hold this side's memory: connected, or lost and not proved gone."""
-
-    def __init__(self, context: TransportContext, *, connect_timeout_s: float) -> None:
-        super().__init__(context, connect_timeout_s=connect_timeout_s)
+    def __init__(
+        self, context: TransportContext, *, connect_timeout_s: float, max_connections: int
+    ) -> None:
+        super().__init__(
+            context, connect_timeout_s=connect_timeout_s, max_connections=max_connections
+        )
         self._ledger = GrantLedger()
         self._writers: dict[WriterId, W] = {}
         self._leaving: list[G] = []
@@ -452,7 +452,6 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
         check_grant_pages(grant.pages, region.arrays)
         if len(grant.pages) > MAX_GRANT_PAGES:
             raise TransferError(f"a grant of more than {MAX_GRANT_PAGES} pages")
-        self._prepare_pages(grant, region)
         for writer in self._ledger.open_grant(grant):
             if not grant.is_announced:
                 self._writers[writer].send_grant_opened(grant)
@@ -483,9 +482,6 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
         for quiescent in self._ledger.take_quiescent():
             self._reactor.report(GrantQuiescent(quiescent))
 
-    def _prepare_pages(self, grant: WriteGrant, region: PagedRegion) -> None:
-        """Before peers may write into a grant."""
-
     def _make_writer(self, writer: AdmittedWriter, attach: A) -> W:
         """The owner's end for a peer that attached.
 
@@ -495,8 +491,6 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
         raise NotImplementedError
 
     def _admit(self, connection: Connection, attach: A, region: PagedRegion) -> None:
-        if self._ledger.num_writers >= self.max_writers:
-            raise ProtocolError("too many peers hold this memory")
         self._num_writers += 1
         id_ = WriterId(self._num_writers)
         on_over = partial(self._writer_over, connection)
@@ -504,7 +498,7 @@ class PeerWritesTransport(ConnectedTransport[G, A], Generic[G, A, W]):
         try:
             writer = self._make_writer(admitted, attach)
         except TransferError as exc:
-            connection.send_body(encode(NotAttached(str(exc)[:MAX_REASON_CHARS])))
+            self._refuse(connection, "attach", str(exc)[:MAX_REASON_CHARS])
             return
         self._writers[id_] = writer
         holder = GrantHolder(Epoch(attach.epoch), connection.channel.peer)

@@ -8,6 +8,7 @@ a length on that is that of hundreds of MiB on many virtual machines.
 from __future__ import annotations
 
 import ctypes
+import platform
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.transfer.devices.flushing import open_libpmem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _NONTEMPORAL: Final = 1 << 1
 """PMEM_F_MEM_NONTEMPORAL of libpmem.h."""
+_LIBPMEM: Final = "libpmem.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,20 @@ class StreamingCopy:
     copy: Copy
     library: Literal["libpmem", "memcpy"]
     refusal: str = ""
+
+
+def open_libpmem() -> ctypes.CDLL:
+    """Load libpmem.
+
+    Raises:
+        ConfigError: another architecture, or libpmem is not installed.
+    """
+    if platform.machine() != "x86_64":
+        raise ConfigError(f"libpmem copies past the caches on x86 only, not {platform.machine()}")
+    try:
+        return ctypes.CDLL(_LIBPMEM)
+    except OSError as exc:
+        raise ConfigError(f"{_LIBPMEM} is needed ({exc}): apt-get install libpmem1") from exc
 
 
 @cache

@@ -9,9 +9,7 @@ name an extent by its id and find where it lies in the table: a place in the dev
 
 File map:
     table.py     whose extents are where, and where there is room (pure)
-    flushing.py  how ranges leave this processor's caches
     backing.py   options; a device or file, opened and measured; byte ranges that are locked
-    extents.py   an extent, mapped: allocated for a new region or attached as a peer's; which of
-                 its bytes are flushed when
+    extents.py   an extent, mapped: allocated for a new region or attached as a peer's
     forget.py    `python -m baton.transfer.devices.forget`: initialize a device's table again
 """

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 
 from baton.errors import ConfigError, TransferError
-from baton.transfer.devices.flushing import Flush
 from baton.transfer.devices.table import TABLE_BYTES, LockPlace, Table
 
 if TYPE_CHECKING:
@@ -41,13 +40,11 @@ class DeviceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`transfer.options.shared.device`: where regions lie, instead of memfds.
 
     `path` is a DAX device, or a file that the operator answers for: it may not be truncated while
-    it is mapped. `flush` is how written bytes leave the processor's caches (`flushing.py`).
-    `lock_file` is a file that all workers which use the device see: needed where they do not see
-    one device node (containers).
+    it is mapped. `lock_file` is a file that all workers which use the device see: needed where they
+    do not see one device node (containers).
     """
 
     path: Annotated[str, msgspec.Meta(min_length=1)]
-    flush: Flush = "none"
     lock_file: str | None = None
 
 

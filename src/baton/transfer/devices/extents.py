@@ -1,10 +1,6 @@
-"""Extents of a device: allocated, attached, mapped, and flushed where caches need care.
+"""Extents of a device: allocated, attached and mapped.
 
-An extent stays locked for as long as this process maps it. With caches that are not coherent:
-
-receiver opens a grant       the grant's pages are flushed: no old line is written back later
-writer has stored            the bytes it stored are flushed before its notification
-receiver gets the notification    the grant's pages are flushed: the next load is fresh
+An extent stays locked for as long as this process maps it.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypeAlias
@@ -29,7 +25,6 @@ from baton.transfer.devices.backing import (
     open_backing,
     open_locks,
 )
-from baton.transfer.devices.flushing import Flusher, coalesce, make_flusher
 from baton.transfer.devices.table import (
     MAX_EXTENTS,
     MAX_PROGRAM_CHARS,
@@ -48,12 +43,8 @@ from baton.transfer.region import (
     compute_region_bytes,
     place_arrays,
 )
-from baton.transfer.scatter_gather import Geometry, compute_runs
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from baton.kv.copies import PageCopies
     from baton.transfer.devices.backing import Backing, RangeLocks
 
 
@@ -64,14 +55,11 @@ class ExtentMapping(mmap.mmap):
     """
 
     extent: Extent
-    flusher: Flusher | None
     _locks: RangeLocks
     _is_file: bool
 
     @classmethod
-    def of(
-        cls, backing: Backing, extent: Extent, locks: RangeLocks, flusher: Flusher | None
-    ) -> Self:
+    def of(cls, backing: Backing, extent: Extent, locks: RangeLocks) -> Self:
         """Map an extent that `locks` hold.
 
         Raises:
@@ -81,7 +69,7 @@ class ExtentMapping(mmap.mmap):
             mapping = cls(backing.fd, extent.num_bytes, flags=mmap.MAP_SHARED, offset=extent.start)
         except (OSError, ValueError) as exc:
             raise TransferError(f"cannot map an extent of {backing.path}: {exc}") from exc
-        mapping.extent, mapping.flusher, mapping._locks = extent, flusher, locks
+        mapping.extent, mapping._locks = extent, locks
         mapping._is_file = backing.kind == "file"
         return mapping
 
@@ -106,17 +94,6 @@ class ExtentMapping(mmap.mmap):
         if self._is_file and self.size() < self.extent.end:
             raise TransferError("the file behind the region was cut short while it was mapped")
 
-    def flush_ranges(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Write these bytes back (and drop them from the caches, if the flusher evicts).
-
-        Ranges are int64 `[r]`, in any order; without a flusher nothing is done.
-
-        Raises:
-            TransferError: the kernel could not.
-        """
-        if self.flusher is not None and len(starts):
-            self.flusher.flush(self, *coalesce(starts, lengths, self.flusher.unit_bytes))
-
     def _let_go(self) -> None:
         if hasattr(self, "_locks"):
             self._locks.close()
@@ -126,42 +103,6 @@ def find_extent(region: PagedRegion) -> ExtentMapping | None:
     """The extent that a region lies in; None if it lies elsewhere."""
     mapping = region.memory.obj
     return mapping if isinstance(mapping, ExtentMapping) else None
-
-
-def compute_written(
-    copies: PageCopies, array: PageArray
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Offsets in the destination region and lengths of what copies write: int64 `[r]` each."""
-    runs = [
-        compute_runs(Geometry(group.dst_pages, group.spans[:, 1], group.spans[:, 2]), array)
-        for group in copies.groups
-    ]
-    return _join(runs)
-
-
-def settle_pages(region: PagedRegion, pages: NDArray[np.int64], layers: Iterable[int]) -> None:
-    """Before others write these pages, or before this side reads what they wrote.
-
-    Nothing is done where the region is no extent, or its caches need no care.
-
-    Raises:
-        TransferError: the kernel could not.
-    """
-    extent = find_extent(region)
-    if extent is None or extent.flusher is None or not extent.flusher.evicts:
-        return
-    arrays = [region.arrays[layer] for layer in layers]
-    starts = [array.offset_bytes + pages * array.page_bytes for array in arrays]
-    lengths = [np.full(len(pages), array.page_bytes) for array in arrays]
-    extent.flush_ranges(*_join(list(zip(starts, lengths, strict=True))))
-
-
-def _join(
-    runs: list[tuple[NDArray[np.int64], NDArray[np.int64]]],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    none = np.empty(0, np.int64)
-    starts, lengths = zip((none, none), *runs, strict=True)
-    return np.concatenate(starts), np.concatenate(lengths)
 
 
 AllocateRegion: TypeAlias = Callable[[Sequence[tuple[int, int]]], PagedRegion]
@@ -196,13 +137,12 @@ def allocate_device_region(
 
     Raises:
         TransferError: the sizes make no sense, or the device has no room; states who has it.
-        ConfigError: the device does not match the options, or cannot be flushed.
+        ConfigError: the device does not match the options.
     """
     arrays = place_arrays(shapes)
     with mapped({OSError: TransferError, ValueError: TransferError}):
         mapping = _claim(options, compute_region_bytes(arrays))
     np.frombuffer(mapping, np.uint8)[:] = 0
-    mapping.flush_ranges(np.array([0]), np.array([len(mapping)]))
     return PagedRegion(new_region_handle(), "shared", memoryview(mapping), arrays)
 
 
@@ -218,14 +158,13 @@ def forget_table(options: DeviceOptions) -> None:
 
 def _claim(options: DeviceOptions, num_bytes: int) -> ExtentMapping:
     """Map an extent of at least `num_bytes` that no other process holds."""
-    flusher = make_flusher(options.flush)
     locks = open_locks(options)
     try:
         with open_backing(options) as backing, locks.exclusive(0, TABLE_BYTES):
             extent = _place(options, backing, locks, backing.round_up(num_bytes))
             if backing.kind == "file":
                 _commit(backing, extent)
-            return ExtentMapping.of(backing, extent, locks, flusher)
+            return ExtentMapping.of(backing, extent, locks)
     except BaseException:
         locks.close()
         raise
@@ -309,8 +248,7 @@ def attach_extent(options: DeviceOptions, id_: bytes, arrays: Sequence[PageArray
             with open_backing(options) as backing:
                 extent = _hold_peers(options, backing, locks, id_)
                 _check_room(extent, arrays)
-                flusher = make_flusher(options.flush)
-                mapping = ExtentMapping.of(backing, extent, locks, flusher)
+                mapping = ExtentMapping.of(backing, extent, locks)
         except BaseException:
             locks.close()
             raise

@@ -29,6 +29,13 @@ class OneSidedSession(Protocol[M]):
     peer_process_writes: bool
     needs_serving: bool
 
+    def prepare(self, region: PagedRegion) -> int | None:
+        """Begin what `get_metadata` needs; the descriptor that is readable when that has started.
+
+        None: it need not be waited for.
+        """
+        ...
+
     def get_metadata(self, region: PagedRegion) -> bytes:
         """Let the peer at `region`; what the peer's engine needs (`load_metadata`)."""
         ...

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, assert_never
 
-from baton.errors import TransferError
+from baton.errors import PeerLostError, TransferError
 from baton.ids import TicketId
 from baton.net.endpoints import open_peer_process
 from baton.net.framing import encode
@@ -41,13 +42,19 @@ from baton.transfer.onesided.wire import (
     decode_attach,
     decode_from_peer,
 )
-from baton.transfer.peer_writes import AdmittedWriter, PeerWritesTransport, WriterConnection
+from baton.transfer.peer_writes import (
+    MAX_REASON_CHARS,
+    AdmittedWriter,
+    PeerWritesTransport,
+    WriterConnection,
+)
 
 if TYPE_CHECKING:
     import socket
 
     from baton.clock import Clock
     from baton.net.channel import Channel
+    from baton.net.connection import Connection
     from baton.transfer.base_transport import Reactor
     from baton.transfer.onesided.session import Library, OneSidedSession
 
@@ -187,14 +194,17 @@ class OneSidedWriter(WriterConnection):
             self._finish()
 
 
+def _refuse_body(channel: Channel) -> None:
+    if channel.receive_body() is not None:
+        raise PeerLostError("it has detached")  # or sent what no honest peer sends now
+
+
 class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedWriter], Generic[M]):
     """See `Transport`. Owner thread: whoever calls `poll`; `submit` and `read` may copy.
 
     A forked child has copies of the library's sockets and must leave them alone: there, moving and
     polling raise, and closing does nothing.
     """
-
-    max_writers = 64
 
     def __init__(
         self,
@@ -203,10 +213,13 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         context: TransportContext,
         *,
         connect_timeout_s: float,
+        max_connections: int,
         advertise_host: str | None,
     ) -> None:
         self.kind = kind
-        super().__init__(context, connect_timeout_s=connect_timeout_s)
+        super().__init__(
+            context, connect_timeout_s=connect_timeout_s, max_connections=max_connections
+        )
         self.capabilities = Capabilities(
             memory=library.memory,
             same_host_only=library.reach == "host",
@@ -218,6 +231,8 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         self._library, self._advertise_host = library, advertise_host
         self._process = os.getpid()
         self._pacer = Pacer(self._reactor, context.clock)
+        self._starting: dict[Connection, tuple[OneSidedSession[M], int | None]] = {}
+        """Sessions of peers that attach, and what is readable once each has started."""
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         """See `Transport`. The first call starts the library once: it takes a while, and may fail.
@@ -274,6 +289,8 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
 
     def _release(self) -> None:
         super()._release()
+        for connection in tuple(self._starting):
+            self._take_started(connection).close()
         self._pacer.close()
 
     def _check_process(self) -> None:
@@ -302,9 +319,43 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
     def _decode_attach(self, body: bytes) -> Attach:
         return decode_attach(body)
 
+    def _admit(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
+        """As soon as a session has started: until then the thread serves its other peers."""
+        try:
+            session, fd = self._start_session(region)
+        except TransferError as exc:
+            self._refuse(connection, "attach", str(exc)[:MAX_REASON_CHARS])
+            return
+        self._starting[connection] = session, fd
+        if fd is None:
+            super()._admit(connection, attach, region)
+            return
+        connection.set_handlers(_refuse_body, partial(self._disconnected, connection))
+        self._reactor.watch(fd, partial(super()._admit, connection, attach, region))
+
+    def _start_session(self, region: PagedRegion) -> tuple[OneSidedSession[M], int | None]:
+        session = self._library.open_session()
+        try:
+            return session, session.prepare(region)
+        except TransferError:
+            session.close()
+            raise
+
+    def _disconnected(self, connection: Connection, error: TransferError) -> None:
+        if connection in self._starting:
+            self._log.warning("attach", f"a peer left before its session had started: {error}")
+            self._take_started(connection).close()
+        super()._disconnected(connection, error)
+
+    def _take_started(self, connection: Connection) -> OneSidedSession[M]:
+        session, fd = self._starting.pop(connection)
+        if fd is not None:
+            self._reactor.unwatch(fd)
+        return session
+
     def _make_writer(self, writer: AdmittedWriter, attach: Attach) -> OneSidedWriter:
         del attach
-        session = self._library.open_session()
+        session = self._take_started(writer.connection)
         try:
             return OneSidedWriter(writer, session, session.get_metadata(writer.region))
         except TransferError:

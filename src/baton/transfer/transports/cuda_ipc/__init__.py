@@ -51,6 +51,7 @@ def make_transport(
         ),
         context,
         connect_timeout_s=options.connect_timeout_s,
+        max_connections=options.max_connections,
         advertise_host=None,
     )
 

@@ -28,11 +28,13 @@ class CudaIpcOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the `cuda_ipc` transport.
 
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `max_connections`: of peers to this worker at once; what exceeds them is refused.
     `multiprocessors`: of the copying GPU, at most, that copy scattered pages; 0: copy engines do.
     """
 
     multiprocessors: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 8
     connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
 
 
 HANDLE_BYTES: Final = 64
@@ -187,6 +189,9 @@ class CudaIpcSession:
         self._open_device = open_device
         self._peer: _Peer | None = None
         self._lanes: dict[int, _Lane] = {}
+
+    def prepare(self, region: PagedRegion) -> None:
+        """See `OneSidedSession`."""
 
     def get_metadata(self, region: PagedRegion) -> bytes:
         """See `OneSidedSession`."""

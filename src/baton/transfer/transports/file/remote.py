@@ -276,6 +276,7 @@ class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `max_unread_bytes`: part files of one peer that wait to be read; more wait to be written.
     `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `max_connections`: of peers to this worker at once; what exceeds them is refused.
     """
 
     directory: str
@@ -285,3 +286,4 @@ class FileOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_unread_bytes: Annotated[int, msgspec.Meta(ge=1)] = 256 << 20
     advertise_host: str | None = None
     connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096

@@ -171,7 +171,11 @@ class FileTransport(ConnectedTransport[FileRemote, Attach]):
     capabilities = Capabilities(memory=("host", "shared"), same_host_only=False, reads=False)
 
     def __init__(self, options: FileOptions, context: TransportContext) -> None:
-        super().__init__(context, connect_timeout_s=options.connect_timeout_s)
+        super().__init__(
+            context,
+            connect_timeout_s=options.connect_timeout_s,
+            max_connections=options.max_connections,
+        )
         self._options = options
         self._directory = Path(options.directory)
         self._grants = AdmittedGrants(self._reactor)

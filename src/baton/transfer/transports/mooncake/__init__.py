@@ -55,6 +55,7 @@ def _make_transport(options: MooncakeOptions, context: TransportContext) -> Tran
         Library(open_session, reach="network", memory=("shared",)),
         context,
         connect_timeout_s=options.connect_timeout_s,
+        max_connections=options.max_connections,
         advertise_host=options.advertise_host,
     )
 

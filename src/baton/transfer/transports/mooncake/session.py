@@ -49,12 +49,15 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     over `devices` only.
     `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `max_connections`: of peers to this worker at once; what exceeds them is refused. Each has a
+    process here, which takes 35 MiB.
     """
 
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: tuple[str, ...] = ()
     advertise_host: str | None = None
     connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
 
 
 MAX_RUNS: Final = 2048
@@ -147,8 +150,9 @@ def _require(body: bytes) -> bytes:
 
 MAX_ADDRESS: Final = 1 << 57
 START_TIMEOUT_S: Final = 2.0
-"""In all, for a peer that attaches. The agent's thread waits meanwhile, and its peers give up a
-worker that is silent for `liveness_timeout_s` (3 s): all its handoffs would fail."""
+"""For a peer that attaches, from when its process has started. The agent's thread waits meanwhile,
+and its peers give up a worker that is silent for `liveness_timeout_s` (3 s): all its handoffs would
+fail."""
 PINNED_BYTES_S: Final = 4 << 30
 """Bytes that `rdma` may take a second for besides: it pins the region's memory."""
 MIN_WAIT_S: Final = 0.001
@@ -174,10 +178,11 @@ class MooncakeHandle:
 
 
 class MooncakeSession:
-    """See `OneSidedSession`. `get_metadata` waits for the process to start, a third of a second.
+    """See `OneSidedSession`. The process takes a third of a second, or more, to start.
 
-    And for the region to be registered; for both together at most `START_TIMEOUT_S`, with `rdma`
-    and the time to pin it.
+    `get_metadata` waits for that, unless its descriptor (`prepare`) is readable, and for the region
+    to be registered; for both together at most `START_TIMEOUT_S`, with `rdma` and the time to pin
+    it.
 
     Raises:
         TransferError: it cannot be started: no descriptor, or no memory, is left.
@@ -209,6 +214,11 @@ class MooncakeSession:
         self._num_commands = 0
         self._handles: dict[int, MooncakeHandle] = {}
         self._socket.send(encode(Open(host, interface, protocol, devices)))
+
+    def prepare(self, region: PagedRegion) -> int:
+        """See `OneSidedSession`. Readable when the process has started, or has ended."""
+        self._register(region)
+        return self._socket.fileno()
 
     def get_metadata(self, region: PagedRegion) -> bytes:
         """See `OneSidedSession`."""

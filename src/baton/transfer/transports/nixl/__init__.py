@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.config.environment import read_environment
-from baton.errors import ConfigError
+from baton.errors import ConfigError, TransferError
 from baton.registry import Plugin
 from baton.transfer.endpoints import find_interface
 from baton.transfer.onesided.session import Library
@@ -49,6 +49,7 @@ def _make_transport(options: NixlOptions, context: TransportContext) -> Transpor
         _choose_library(options, context.bind_host),
         context,
         connect_timeout_s=options.connect_timeout_s,
+        max_connections=options.max_connections,
         advertise_host=options.advertise_host,
     )
 
@@ -58,12 +59,19 @@ def _choose_library(options: NixlOptions, bind_host: str) -> Library[NixlHandle]
         # UCX has no error handling for shared memory, and needs none: a peer's end is ours to see.
         parameters = {"engine_config": "TLS=sm", "ucx_error_handling_mode": "none"}
         return Library(partial(NixlSession, parameters, peer_process_writes=True), reach="host")
-    device = options.device or find_interface(bind_host, options.advertise_host)
+    device = options.device or _find_device(bind_host, options.advertise_host)
     parameters = {
         "engine_config": f"TLS=^sm,NET_DEVICES={device}",
         "ucx_error_handling_mode": "peer",
     }
     return Library(partial(NixlSession, parameters, peer_process_writes=False), reach="network")
+
+
+def _find_device(bind_host: str, advertise_host: str | None) -> str:
+    try:
+        return find_interface(bind_host, advertise_host)
+    except TransferError as exc:
+        raise TransferError(f"{exc}: set nixl.device to the interface that UCX is to use") from exc
 
 
 PLUGIN = Plugin(NixlOptions, _build)

@@ -46,12 +46,15 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     several set `UCX_NET_DEVICES`, which wins.
     `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `max_connections`: of peers to this worker at once; what exceeds them is refused. Each has an
+    agent here: 5 MiB for lanes `host`, 1 MiB for `network`, and six descriptors.
     """
 
     lanes: Literal["host", "network"] = "host"
     device: Annotated[str, msgspec.Meta(pattern=r"^[\w.:-]+$")] | None = None
     advertise_host: str | None = None
     connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
 
 
 _Half: TypeAlias = "tuple[NDArray[np.int64], Spans]"
@@ -125,6 +128,9 @@ class NixlSession:
         self._target: _Target | None = None
         self._lists = PreparedLists()
         self._handles: set[NixlHandle] = set()
+
+    def prepare(self, region: PagedRegion) -> None:
+        """See `OneSidedSession`."""
 
     def get_metadata(self, region: PagedRegion) -> bytes:
         """See `OneSidedSession`."""

@@ -14,7 +14,7 @@ from baton.kv.copies import PageCopies, apply_copies_in_parts, apply_layer_copie
 from baton.net.connection import Connection, InboundPoller
 from baton.net.framing import encode
 from baton.transfer.base_transport import Reactor, refused_to_attach
-from baton.transfer.devices.extents import ExtentMapping, attach_extent, compute_written
+from baton.transfer.devices.extents import ExtentMapping, attach_extent
 from baton.transfer.grant_messages import GrantClosed
 from baton.transfer.interface import ReadCompleted, ReadFailed, WriteFailed
 from baton.transfer.messages import MAX_BODY_BYTES, NotAttached
@@ -66,7 +66,6 @@ class PeerPages:
         self, mapping: mmap.mmap, arrays: Sequence[PageArray], readable: mmap.mmap | None = None
     ) -> None:
         self._device = mapping if isinstance(mapping, ExtentMapping) else None
-        self._arrays = arrays
         self._own = _Mapping(mapping, arrays, MADV_POPULATE_WRITE)
         self._read_only = (
             None if readable is None else _Mapping(readable, arrays, MADV_POPULATE_READ)
@@ -97,18 +96,14 @@ class PeerPages:
         Raises:
             TransferError: the memory behind the mapping is not what it was.
         """
-        device, layer = self._device, copies.layer
-        some = slice(layer, layer + copies.num_layers)
+        if self._device is not None:
+            self._device.check_size()
+        some = slice(copies.layer, copies.layer + copies.num_layers)
         sources, targets = sources[some], self._own.views[some]
-        if device is not None:
-            device.check_size()
         if copied is None:
             apply_layer_copies(copies, sources, targets)
         else:
             apply_copies_in_parts(copies, sources, targets, read=copied)
-        if device is not None:
-            for arrays in self._arrays[some]:
-                device.flush_ranges(*compute_written(copies, arrays))
 
     def load(
         self,

@@ -18,7 +18,7 @@ from baton.ids import Epoch, RegionHandle, TicketId
 from baton.net.endpoints import open_peer_process
 from baton.net.framing import encode
 from baton.transfer.devices.backing import DeviceOptions
-from baton.transfer.devices.extents import find_extent, settle_pages
+from baton.transfer.devices.extents import find_extent
 from baton.transfer.endpoints import open_dialer, open_listener, parse_endpoint
 from baton.transfer.grant_messages import GrantClosed, MemoryReleased, QueryGrant
 from baton.transfer.interface import (
@@ -32,7 +32,6 @@ from baton.transfer.interface import (
     TransferEvent,
     TransferId,
     TransportContext,
-    WriteGrant,
 )
 from baton.transfer.peer_writes import AdmittedWriter, PeerWritesTransport, WriterConnection
 from baton.transfer.region import view_pages
@@ -59,10 +58,13 @@ class SharedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the `shared` transport.
 
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
+    `max_connections`: of peers to this worker at once, those included that are lost and may still
+    have it mapped; what exceeds them is refused.
     `device`: where this host's engines have their regions, if not in memfds.
     """
 
     connect_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    max_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
     device: DeviceOptions | None = None
 
 
@@ -98,9 +100,8 @@ class SharedWriter(WriterConnection):
     def _read(self, channel: Channel) -> None:
         for body in channel.receive_bodies():
             match decode_from_writer(body):
-                case WriteNotification(grant, notification, layer, num_layers):
+                case WriteNotification(grant, notification):
                     if self._ledger.admits(self._writer, TicketId(grant)):
-                        self._settle(TicketId(grant), range(layer, layer + num_layers))
                         self._reactor.report(Arrived(TicketId(grant), notification))
                 case MemoryReleased() as message:
                     self._handle_grant_message(message)
@@ -110,27 +111,23 @@ class SharedWriter(WriterConnection):
                 case unknown:
                     assert_never(unknown)
 
-    def _settle(self, grant: TicketId, layers: range) -> None:
-        """Read nothing stale of what was written; if a writer names other layers, digests fail."""
-        if self._region.fd is None and layers.stop <= len(self._region.arrays):
-            settle_pages(self._region, self._ledger.pages_of(grant), layers)
-
 
 class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
     """See `Transport`. Owner thread: whoever calls `poll`; `submit` and `read` copy the pages."""
 
     kind = "shared"
-    max_writers = 512
 
     def __init__(self, options: SharedOptions, context: TransportContext) -> None:
-        super().__init__(context, connect_timeout_s=options.connect_timeout_s)
+        super().__init__(
+            context,
+            connect_timeout_s=options.connect_timeout_s,
+            max_connections=options.max_connections,
+        )
         self._device = options.device
-        # Where caches need care, the owner does not know when to write back what is to be read.
-        can_read = self._device is None or self._device.flush != "libpmem"
         self.capabilities = Capabilities(
             ("shared",),
             same_host_only=True,
-            reads=can_read,
+            reads=True,
             views=self._device is None,
             multi_array=True,
             admits_writes=True,
@@ -157,8 +154,6 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
 
     def read(self, read: PageRead) -> TransferId:
         """See `ReadsPages`."""
-        if not self.capabilities.reads:
-            raise TransferError("shared does not read memory whose caches need care (flush)")
         transfer, remote, region = self._check_read(read)
         remote.read(transfer, read, region)
         return transfer
@@ -216,9 +211,6 @@ class SharedTransport(PeerWritesTransport[SharedRemote, Attach, SharedWriter]):
 
     def _make_writer(self, writer: AdmittedWriter, attach: Attach) -> SharedWriter:
         return SharedWriter(writer, attach)
-
-    def _prepare_pages(self, grant: WriteGrant, region: PagedRegion) -> None:
-        settle_pages(region, grant.pages, range(len(region.arrays)))
 
     def _release(self) -> None:
         super()._release()
