@@ -181,7 +181,7 @@ async def measure_gateway() -> dict[str, float | int]:
             began = time.perf_counter()
             body = msgspec.json.encode(builder.tick(point))
             snapshots.append(time.perf_counter() - began)
-        links = msgspec.json.encode(builder.links())
+        links = msgspec.json.encode(await builder.links())
     return {
         "sample_ms": 1e3 * statistics.median(samples),
         "snapshot_ms": 1e3 * statistics.median(snapshots),

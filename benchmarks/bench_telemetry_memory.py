@@ -170,7 +170,7 @@ class Recorders:
         self._links = LinkInstruments(registry, PATHS, self._table)
         self._ring = TraceRing(trace.ring_size)
 
-    def serve(self, number: int) -> None:
+    async def serve(self, number: int) -> None:
         """Record one request: one in 100 fails, one in 50 is slow, others take 50 to 150 ms."""
         now, name = self._clock.now(), f"request-{number}"
         took_s = self._random.uniform(0.05, 0.15) * (20 if number % 50 == 0 else 1)
@@ -181,8 +181,8 @@ class Recorders:
         if number % REPORT_EVERY == 0:
             worker = self._workers.all[0]
             self._feed.reports[worker] = merge_transfers({0: self._table.report()}, ())
-            self._feed.note_reports()
-            self._page.show()
+            await self._feed.note_reports()
+            await self._page.show()
         if number % EVALUATE_EVERY == 0:
             self._alerts.evaluate()
             self._metrics.exposition()
@@ -249,7 +249,7 @@ async def record(num_requests: int) -> list[Point]:
     every = max(1, num_requests // NUM_POINTS)
     tracemalloc.start()
     for number in range(1, num_requests + 1):
-        recorders.serve(number)
+        await recorders.serve(number)
         if number % EVALUATE_EVERY == 0:
             await asyncio.sleep(0)  # kept traces are completed
         if number % every == 0:

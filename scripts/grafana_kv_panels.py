@@ -103,7 +103,7 @@ HANDOFFS: Final = (
 LINKS: Final = (
     Panel(
         "Measured bandwidth",
-        "Of links between workers, by probes and transfers: the lowest and the highest.",
+        "Of the link that each worker measured last: the lowest and the highest of all workers.",
         "Bps",
         (
             Query(
@@ -118,7 +118,7 @@ LINKS: Final = (
     ),
     Panel(
         "Measured latency",
-        "Of links between workers: the highest.",
+        "Of the link that each worker measured last: the highest of all workers.",
         "s",
         (
             Query(

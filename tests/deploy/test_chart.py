@@ -448,6 +448,37 @@ def test_autoscale_reads_every_gateway_and_scales_within_what_is_mounted(
         assert most <= mounted
 
 
+def test_autoscale_and_monitors_read_gateways_and_pickers(
+    container_files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    values = yaml.safe_load((CHART / "values" / "picker.yaml").read_text(encoding="utf-8"))
+    values |= {"autoscale": {"enabled": True}, "monitoring": {"enabled": True}}
+    values["gateway"]["config"] += "\n[gateway]\nprocesses = 2\n"
+    path = tmp_path / "picker.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    objects = [each for each in yaml.safe_load_all(render_by_helm(path)["picker.yaml"]) if each]
+    by_name = {each.name: each for each in workloads(objects)}
+    autoscale = by_name["Deployment/baton-autoscale"]
+    urls = settings_of(objects, autoscale, container_files, monkeypatch).scaling.gateways
+    (monitor,) = find(objects, "ServiceMonitor")
+    for url, name in zip(urls, ("baton-gateway", "baton-picker"), strict=True):
+        pod = by_name[f"Deployment/{name}"]
+        (service,) = find(objects, "Service", f"{name}-management")
+        assert url == f"dns:http://{name}-management:9000"
+        assert is_selected(service["spec"]["selector"], pod.labels)
+        labels = service["metadata"]["labels"]
+        assert is_selected(monitor["spec"]["selector"]["matchLabels"], labels)
+        (policy,) = find(objects, "NetworkPolicy", name)
+        assert any(
+            is_selected(peer.get("podSelector", {}).get("matchLabels", {"": ""}), autoscale.labels)
+            for rule in policy["spec"]["ingress"]
+            if {"port": "management", "protocol": "TCP"} in rule["ports"]
+            for peer in rule["from"]
+        )
+        config = settings_of(objects, pod, container_files, monkeypatch)
+        assert config.gateway.processes == 1, "others would have ports that nobody knows"
+
+
 def test_an_inference_pool_takes_the_workers_and_names_the_picker():
     objects = OBJECTS["picker"]
     (pool,) = find(objects, "InferencePool")

@@ -39,7 +39,7 @@ class LinkFeed(ReportFeed[MeasuredLinks]):
         super().__init__(workers, upstream, clock, page)
         self._load = load
 
-    def note_reports(self) -> None:
+    async def note_reports(self) -> None:
         """See `ReportFeed`."""
         by_model: dict[str, dict[tuple[WorkerView, WorkerView], LinkCost]] = {}
         shapes: dict[str, KVShape] = {}

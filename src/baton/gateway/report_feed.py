@@ -1,7 +1,8 @@
 """Reads one page of every worker, now and then: links, transfers.
 
-Each worker is asked every `interval_s`; one that does not answer keeps what it reported before
-until it is down. Of a vLLM server each rank is asked, and their reports become one.
+Each worker is asked every `interval_s`, and less often where decoding would take too much of the
+event loop's time; one that does not answer keeps what it reported before until it is down. Of a
+vLLM server each rank is asked, and their reports become one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 LOOK_S: Final = 1.0
 ANSWER_TIMEOUT_S: Final = 2.0
 MOST_AT_ONCE: Final = 8
+MAX_DECODE_SHARE: Final = 0.03
+"""Of the event loop's time, which requests need."""
+MAX_INTERVAL_S: Final = 30.0
+"""Alerts look at the last 30 s (`alerts.rules.RECENT_S`): they must see each report of a worker."""
+SMOOTHING: Final = 0.1
+"""Of the mean time to decode a report: the weight of the latest one."""
 
 log = logging.getLogger(__name__)
 Report = TypeVar("Report")
@@ -61,6 +68,7 @@ class ReportFeed(ABC, Generic[Report]):
         self._of_ranks: dict[Worker, dict[int, Report]] = {}
         self._asked_at: dict[Worker, float] = {}
         self._at_once = asyncio.Semaphore(MOST_AT_ONCE)
+        self._decode_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -75,7 +83,7 @@ class ReportFeed(ABC, Generic[Report]):
             await asyncio.gather(self._task, return_exceptions=True)
 
     @abstractmethod
-    def note_reports(self) -> None:
+    async def note_reports(self) -> None:
         """Called after a round in which a report was another than before, or a worker was lost."""
 
     async def read_due(self) -> None:
@@ -86,16 +94,19 @@ class ReportFeed(ABC, Generic[Report]):
             del self._asked_at[worker]
             self.reports.pop(worker, None)
             self._of_ranks.pop(worker, None)
+        up = [worker for worker in self._workers.all if isinstance(worker.state, Up)]
+        interval_s = self._compute_interval_s(sum(len(worker.control_urls) for worker in up))
         due = [
-            worker
-            for worker in self._workers.all
-            if isinstance(worker.state, Up)
-            and now - self._asked_at.get(worker, float("-inf")) >= self._page.interval_s
+            worker for worker in up if now - self._asked_at.get(worker, float("-inf")) >= interval_s
         ]
         for worker in due:
             self._asked_at[worker] = now
         if any(await asyncio.gather(*map(self._ask, due))) or lost:
-            self.note_reports()
+            await self.note_reports()
+
+    def _compute_interval_s(self, num_reports: int) -> float:
+        needed_s = num_reports * self._decode_s / MAX_DECODE_SHARE
+        return max(self._page.interval_s, min(needed_s, MAX_INTERVAL_S))
 
     async def _run(self) -> None:
         while True:
@@ -129,7 +140,13 @@ class ReportFeed(ABC, Generic[Report]):
                 status, body = await self._upstream.get(
                     url.with_path(self._page.path), ANSWER_TIMEOUT_S, self._page.max_bytes
                 )
-            return self._page.decode(body) if status == HTTPStatus.OK else None
+            return self._decode(body) if status == HTTPStatus.OK else None
         except (BatonError, *UNDECODABLE) as exc:
             log.debug("no %s from %s at %s: %s", self._page.path, worker, url, exc)
             return None
+
+    def _decode(self, body: bytes) -> Report | None:
+        began_at = self._clock.now()
+        report = self._page.decode(body)
+        self._decode_s += SMOOTHING * (self._clock.now() - began_at - self._decode_s)
+        return report

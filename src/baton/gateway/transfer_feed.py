@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
 from baton.gateway.rank_reports import merge_transfers
-from baton.gateway.report_feed import ReportFeed, ReportPage
+from baton.gateway.report_feed import MAX_INTERVAL_S, ReportFeed, ReportPage
 from baton.gateway.transfer_sums import subtract_segments
 from baton.protocol.worker_http import TRANSFERS_PATH
-from baton.telemetry.transfer_report import MAX_REPORT_BYTES, SegmentCounts, TransferReport
+from baton.telemetry.transfer_report import (
+    MAX_REPORT_BYTES,
+    HandoffTransfers,
+    LinkSegments,
+    LinkTransfers,
+    SegmentCounts,
+    StoreReport,
+    StoreTier,
+    TransferReport,
+)
 
 if TYPE_CHECKING:
     from baton.clock import Clock, Instant
@@ -25,28 +35,72 @@ WINDOW_S: Final = 60.0
 _decoder = msgspec.json.Decoder(TransferReport)
 
 
+class _MergedStore(StoreReport, frozen=True, kw_only=True):
+    """Of several ranks: without the limits of the report of one."""
+
+    tiers: tuple[StoreTier, ...] = ()
+
+
+class _MergedReport(TransferReport, frozen=True, kw_only=True):
+    """Of several ranks: without the limits of the report of one."""
+
+    epoch: str
+    handoffs: tuple[HandoffTransfers, ...] = ()
+    links: tuple[LinkTransfers, ...] = ()
+    segments: tuple[LinkSegments, ...] = ()
+    store: _MergedStore | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_unpacker = msgspec.msgpack.Decoder(_MergedReport)
+
+
+class _Kept(NamedTuple):
+    """A report from which an earlier one can be subtracted later: packed, it takes a tenth."""
+
+    at: Instant
+    segments: tuple[LinkSegments, ...]
+    packed: bytes
+
+
 class ReportHistory:
-    """The reports of one life of a worker that a window of `WINDOW_S` needs."""
+    """The reports of one life of a worker that a window of `WINDOW_S` needs.
 
-    def __init__(self) -> None:
-        self._reports: deque[tuple[Instant, TransferReport]] = deque()
+    `latest` is what was reported last: the only one that is kept decoded.
+    """
 
-    @property
-    def latest(self) -> TransferReport:
-        """What was reported last."""
-        return self._reports[-1][1]
+    def __init__(self, report: TransferReport, now: Instant) -> None:
+        self._kept: deque[_Kept] = deque()
+        self.latest = report
+        self.add(report, now)
 
     def add(self, report: TransferReport, now: Instant) -> None:
         """One more; what an earlier life of the worker reported is forgotten."""
-        if self._reports and self.latest.epoch != report.epoch:
-            self._reports.clear()
-        self._reports.append((now, report))
+        if self.latest.epoch != report.epoch:
+            self._kept.clear()
+        self.latest = report
+        self._kept.append(_Kept(now, report.segments, _encoder.encode(report)))
+        self._find_first(now)
 
-    def find_baseline(self, now: Instant) -> TransferReport:
-        """The report from the beginning of the window, else the first one there is."""
-        while len(self._reports) > 1 and self._reports[1][0] <= now - WINDOW_S:
-            self._reports.popleft()
-        return self._reports[0][1]
+    def find_baseline_at(self, now: Instant) -> Instant:
+        """When the report was read that `unpack_baseline` gives: cheaper than that."""
+        return self._find_first(now).at
+
+    def unpack_baseline(self, now: Instant) -> TransferReport:
+        """The report from the beginning of the window, else the first one there is: some 10 ms."""
+        return _unpacker.decode(self._find_first(now).packed)
+
+    def find_earlier_segments(self, now: Instant) -> tuple[LinkSegments, ...]:
+        """Those of the baseline."""
+        return self._find_first(now).segments
+
+    def _find_first(self, now: Instant) -> _Kept:
+        latest_at = self._kept[-1].at
+        # While the worker reports, figures stay as they are from one report to the next.
+        ends_at = now if now - latest_at > MAX_INTERVAL_S else latest_at
+        while len(self._kept) > 1 and self._kept[1].at <= ends_at - WINDOW_S:
+            self._kept.popleft()
+        return self._kept[0]
 
 
 class TransferFeed(ReportFeed[TransferReport]):
@@ -67,20 +121,20 @@ class TransferFeed(ReportFeed[TransferReport]):
         history = self.histories.get(sender)
         if history is None:
             return None
-        pairs = subtract_segments(history.latest, history.find_baseline(self._clock.now()))
+        earlier = history.find_earlier_segments(self._clock.now())
+        pairs = subtract_segments(history.latest.segments, earlier)
         sent = (recent.sent for _, recent in pairs if recent.peer == receiver)
         return functools.reduce(SegmentCounts.plus, sent, SegmentCounts()).lost_share
 
-    def note_reports(self) -> None:
+    async def note_reports(self) -> None:
         """See `ReportFeed`."""
         now = self._clock.now()
         for worker in self.histories.keys() - self.reports.keys():
             del self.histories[worker]
-        for worker, report in self.reports.items():
+        for worker, report in tuple(self.reports.items()):
             history = self.histories.get(worker)
             if history is None:
-                history = self.histories[worker] = ReportHistory()
-            elif history.latest is report:
-                continue
-            history.add(report, now)
-            history.find_baseline(now)
+                self.histories[worker] = ReportHistory(report, now)
+            elif history.latest is not report:
+                history.add(report, now)
+            await asyncio.sleep(0)  # to pack a large one takes a millisecond

@@ -5,8 +5,10 @@ Quantiles are of the workers' log histograms: within 1 %.
 
 from __future__ import annotations
 
-from itertools import chain
-from typing import TYPE_CHECKING, Final
+import asyncio
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -32,11 +34,20 @@ from baton.telemetry.transfer_report import (
 from baton.telemetry.transfers import MIB
 
 if TYPE_CHECKING:
-    from baton.clock import Clock
+    from collections.abc import Callable, Iterable
+
+    from baton.clock import Clock, Instant
     from baton.gateway.workers import Worker
 
 MOST_LISTED: Final = 1000
 """Of pairs, those with the most bytes in the last minute, then since the start."""
+SHOWN_AT_ONCE: Final = 32
+"""Pairs, before other tasks run: some milliseconds."""
+
+Sums = TypeVar("Sums", HandoffTransfers, LinkTransfers, LinkSegments)
+Shown = TypeVar("Shown")
+_HandoffSums: TypeAlias = tuple[int, HandoffTransfers, HandoffTransfers]
+_LinkSums: TypeAlias = tuple[int, LinkTransfers, LinkTransfers]
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -183,15 +194,46 @@ class TransferPageReply(msgspec.Struct, frozen=True, kw_only=True):
     num_left_out: int
 
 
+@dataclass(frozen=True, slots=True)
 class _OfWorker:
-    """What one worker's reports come to, until it reports again or the window moves."""
+    """What one worker's reports come to, until it reports again or the window moves.
 
-    def __init__(self, name: str, latest: TransferReport, baseline: TransferReport) -> None:
-        self.name, self.latest, self.baseline = name, latest, baseline
-        self.handoffs = subtract_handoffs(latest, baseline)
-        self.links = subtract_links(latest, baseline)
-        self.segments = subtract_segments(latest, baseline)
-        self.store = WorkerStore(name, latest, baseline)
+    Pairs have the worker's name, their total and what is recent. `handoffs_by` has sums by distance
+    and transport, `links_by` also by operation: of how many pairs, in total, recent.
+    """
+
+    latest: TransferReport
+    baseline_at: Instant
+    handoffs: list[tuple[str, HandoffTransfers, HandoffTransfers]]
+    links: list[tuple[str, LinkTransfers, LinkTransfers]]
+    segments: list[tuple[str, LinkSegments, LinkSegments]]
+    store: WorkerStore
+    handoffs_by: dict[tuple[str, str], _HandoffSums]
+    links_by: dict[tuple[str, str, str], _LinkSums]
+
+
+async def _examine(name: str, history: ReportHistory, now: Instant) -> _OfWorker:
+    """Each step takes some 10 ms with 50 peers: other tasks run in between."""
+    latest, baseline_at = history.latest, history.find_baseline_at(now)
+    baseline = history.unpack_baseline(now)
+    await asyncio.sleep(0)
+    handoffs = [(name, *each) for each in subtract_handoffs(latest, baseline)]
+    handoffs_by = _sum_handoffs((1, *each[1:]) for each in handoffs)
+    await asyncio.sleep(0)
+    links = [(name, *each) for each in subtract_links(latest, baseline)]
+    links_by = _sum_links((1, *each[1:]) for each in links)
+    await asyncio.sleep(0)
+    segments = subtract_segments(latest.segments, baseline.segments)
+    return _OfWorker(
+        latest,
+        baseline_at,
+        handoffs,
+        links,
+        [(name, *each) for each in segments],
+        WorkerStore(name, latest, baseline),
+        handoffs_by,
+        links_by,
+    )
 
 
 class TransferPage:
@@ -200,57 +242,69 @@ class TransferPage:
     def __init__(self, feed: TransferFeed, clock: Clock) -> None:
         self._feed, self._clock = feed, clock
         self._workers: dict[Worker, _OfWorker] = {}
+        self._one_at_a_time = asyncio.Lock()
 
-    def show(self) -> TransferPageReply:
-        """All workers that have reported and are up."""
-        workers = self._look()
-        handoffs = [
-            _pair_handoffs(each.name, total, recent)
-            for each in workers
-            for total, recent in each.handoffs
-        ]
-        links = [
-            _pair_links(each.name, total, recent)
-            for each in workers
-            for total, recent in each.links
-        ]
-        segments = [
-            _pair_segments(each.name, total, recent)
-            for each in workers
-            for total, recent in each.segments
-        ]
-        listed: tuple[list[PairHandoffs], list[PairLinks], list[PairSegments]]
-        listed = handoffs, links, segments
-        for pairs in listed:
-            pairs.sort(key=_weight, reverse=True)
-        return TransferPageReply(
-            window_s=WINDOW_S,
-            handoffs=tuple(handoffs[:MOST_LISTED]),
-            links=tuple(links[:MOST_LISTED]),
-            segments=tuple(segments[:MOST_LISTED]),
-            handoffs_by_distance=_handoffs_by_distance(workers),
-            links_by_distance=_links_by_distance(workers),
-            store=add_stores([each.store for each in workers]),
-            num_workers=len(workers),
-            num_left_out=sum(max(0, len(pairs) - MOST_LISTED) for pairs in listed),
-        )
+    async def show(self) -> TransferPageReply:
+        """All workers that have reported and are up.
 
-    def _look(self) -> list[_OfWorker]:
-        before, self._workers = self._workers, {}
-        for worker, history in self._feed.histories.items():
-            if worker.info is not None:
-                self._workers[worker] = self._of(worker.info.worker, history, before.get(worker))
-        return list(self._workers.values())
+        For the pairs of 50 prefill and 50 decode workers it takes seconds: other tasks run in
+        between.
+        """
+        async with self._one_at_a_time:  # what one has computed the next one finds
+            workers = await self._look()
+            handoffs = [each for worker in workers for each in worker.handoffs]
+            links = [each for worker in workers for each in worker.links]
+            segments = [each for worker in workers for each in worker.segments]
+            nums = len(handoffs), len(links), len(segments)
+            handoffs_by_distance = _handoffs_by_distance(workers)
+            await asyncio.sleep(0)
+            return TransferPageReply(
+                window_s=WINDOW_S,
+                handoffs_by_distance=handoffs_by_distance,
+                links_by_distance=_links_by_distance(workers),
+                handoffs=await _list_busiest(handoffs, _pair_handoffs),
+                links=await _list_busiest(links, _pair_links),
+                segments=await _list_busiest(segments, _pair_segments),
+                store=add_stores([each.store for each in workers]),
+                num_workers=len(workers),
+                num_left_out=sum(max(0, num - MOST_LISTED) for num in nums),
+            )
 
-    def _of(self, name: str, history: ReportHistory, known: _OfWorker | None) -> _OfWorker:
-        baseline = history.find_baseline(self._clock.now())
-        if known is not None and known.latest is history.latest and known.baseline is baseline:
-            return known
-        return _OfWorker(name, history.latest, baseline)
+    async def _look(self) -> list[_OfWorker]:
+        found: dict[Worker, _OfWorker] = {}
+        for worker, history in tuple(self._feed.histories.items()):
+            if worker.info is None:
+                continue
+            now, known = self._clock.now(), self._workers.get(worker)
+            if (
+                known is None
+                or known.latest is not history.latest
+                or known.baseline_at != history.find_baseline_at(now)
+            ):
+                known = await _examine(worker.info.worker, history, now)
+            found[worker] = known
+        self._workers = found
+        return list(found.values())
 
 
-def _weight(pair: PairHandoffs | PairLinks | PairSegments) -> tuple[int, int]:
-    return pair.recent.num_bytes, pair.total.num_bytes
+async def _list_busiest(
+    pairs: list[tuple[str, Sums, Sums]], show: Callable[[str, Sums, Sums], Shown]
+) -> tuple[Shown, ...]:
+    """Figures of those that are listed alone: quantiles take longer than all else."""
+    shown = []
+    for number, pair in enumerate(nlargest(MOST_LISTED, pairs, key=_weight)):
+        if number % SHOWN_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        shown.append(show(*pair))
+    return tuple(shown)
+
+
+def _weight(pair: tuple[str, Sums, Sums]) -> tuple[int, int]:
+    return _num_bytes(pair[2]), _num_bytes(pair[1])
+
+
+def _num_bytes(sums: HandoffTransfers | LinkTransfers | LinkSegments) -> int:
+    return sums.sent.num_bytes if isinstance(sums, LinkSegments) else sums.num_bytes
 
 
 def _pair_handoffs(decode: str, total: HandoffTransfers, recent: HandoffTransfers) -> PairHandoffs:
@@ -303,50 +357,66 @@ def _segment_figures(counts: SegmentCounts) -> SegmentFigures:
     )
 
 
-def _handoffs_by_distance(workers: list[_OfWorker]) -> tuple[DistanceHandoffs, ...]:
-    alike: dict[tuple[str, str], list[tuple[HandoffTransfers, HandoffTransfers]]] = {}
-    for each in chain.from_iterable(worker.handoffs for worker in workers):
-        alike.setdefault((each[0].distance, each[0].transport), []).append(each)
-    found = []
-    for (distance, transport), pairs in sorted(alike.items()):
-        total = add_handoffs([pair[0] for pair in pairs])
-        recent = add_handoffs([pair[1] for pair in pairs])
-        found.append(
-            DistanceHandoffs(
-                distance=distance,
-                transport=transport,
-                num_pairs=len(pairs),
-                total=_handoff_figures(total),
-                recent=_handoff_figures(recent),
-                total_histograms=Histograms(total.transfer_s, total.s_per_mib),
-                recent_histograms=Histograms(recent.transfer_s, recent.s_per_mib),
-            )
+def _sum_handoffs(parts: Iterable[_HandoffSums]) -> dict[tuple[str, str], _HandoffSums]:
+    alike: dict[tuple[str, str], list[_HandoffSums]] = {}
+    for part in parts:
+        alike.setdefault((part[1].distance, part[1].transport), []).append(part)
+    return {
+        key: (
+            sum(each[0] for each in found),
+            add_handoffs([each[1] for each in found]),
+            add_handoffs([each[2] for each in found]),
         )
-    return tuple(found)
+        for key, found in alike.items()
+    }
+
+
+def _sum_links(parts: Iterable[_LinkSums]) -> dict[tuple[str, str, str], _LinkSums]:
+    alike: dict[tuple[str, str, str], list[_LinkSums]] = {}
+    for part in parts:
+        key = part[1].distance, part[1].transport, part[1].operation
+        alike.setdefault(key, []).append(part)
+    return {
+        key: (
+            sum(each[0] for each in found),
+            add_links([each[1] for each in found]),
+            add_links([each[2] for each in found]),
+        )
+        for key, found in alike.items()
+    }
+
+
+def _handoffs_by_distance(workers: list[_OfWorker]) -> tuple[DistanceHandoffs, ...]:
+    sums = _sum_handoffs(each for worker in workers for each in worker.handoffs_by.values())
+    return tuple(
+        DistanceHandoffs(
+            distance=distance,
+            transport=transport,
+            num_pairs=num,
+            total=_handoff_figures(total),
+            recent=_handoff_figures(recent),
+            total_histograms=Histograms(total.transfer_s, total.s_per_mib),
+            recent_histograms=Histograms(recent.transfer_s, recent.s_per_mib),
+        )
+        for (distance, transport), (num, total, recent) in sorted(sums.items())
+    )
 
 
 def _links_by_distance(workers: list[_OfWorker]) -> tuple[DistanceLinks, ...]:
-    alike: dict[tuple[str, str, str], list[tuple[LinkTransfers, LinkTransfers]]] = {}
-    for each in chain.from_iterable(worker.links for worker in workers):
-        key = each[0].distance, each[0].transport, each[0].operation
-        alike.setdefault(key, []).append(each)
-    found = []
-    for (distance, transport, operation), links in sorted(alike.items()):
-        total = add_links([link[0] for link in links])
-        recent = add_links([link[1] for link in links])
-        found.append(
-            DistanceLinks(
-                distance=distance,
-                transport=transport,
-                operation=operation,
-                num_links=len(links),
-                total=_link_figures(total),
-                recent=_link_figures(recent),
-                total_histograms=Histograms(total.transfer_s, total.s_per_mib),
-                recent_histograms=Histograms(recent.transfer_s, recent.s_per_mib),
-            )
+    sums = _sum_links(each for worker in workers for each in worker.links_by.values())
+    return tuple(
+        DistanceLinks(
+            distance=distance,
+            transport=transport,
+            operation=operation,
+            num_links=num,
+            total=_link_figures(total),
+            recent=_link_figures(recent),
+            total_histograms=Histograms(total.transfer_s, total.s_per_mib),
+            recent_histograms=Histograms(recent.transfer_s, recent.s_per_mib),
         )
-    return tuple(found)
+        for (distance, transport, operation), (num, total, recent) in sorted(sums.items())
+    )
 
 
 def _handoff_figures(sums: HandoffTransfers) -> HandoffFigures:

@@ -9,7 +9,7 @@ import msgspec
 from baton.telemetry.log_histogram import BucketCounts, LogHistogram
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from baton.telemetry.transfer_report import (
         HandoffTransfers,
@@ -69,12 +69,12 @@ def subtract_links(
 
 
 def subtract_segments(
-    latest: TransferReport, baseline: TransferReport
+    latest: Iterable[LinkSegments], baseline: Iterable[LinkSegments]
 ) -> list[tuple[LinkSegments, LinkSegments]]:
     """Each of the latest entries, and what was added to it since the baseline."""
-    before = {(each.peer, each.transport): each.sent for each in baseline.segments}
+    before = {(each.peer, each.transport): each.sent for each in baseline}
     pairs = []
-    for each in latest.segments:
+    for each in latest:
         earlier = before.get((each.peer, each.transport))
         recent = each.sent if earlier is None else each.sent.minus(earlier)
         pairs.append((each, msgspec.structs.replace(each, sent=recent)))

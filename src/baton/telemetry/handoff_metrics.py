@@ -5,8 +5,8 @@
     baton_handoff_exposed_share              the part of it after prefill's end
 
 These have the labels `distance`, `transport`, `mode` and `operation`. Sets of labels that occur
-without a failure exist from the start; others from their first handoff on, `MAX_LABEL_SETS` in all,
-and what comes beyond that counts as `other`.
+without a failure exist from the start, as far as half of `MAX_LABEL_SETS` allows; others from their
+first handoff on, `MAX_LABEL_SETS` in all, and what comes beyond that counts as `other`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class LandedInstruments:
         )
         self._transports = frozenset((*paths.transports, REFERENCE))
         self._children: dict[HandoffLabels, _Landed] = {}
-        for each in (OTHER_LABELS, *islice(paths.label_sets(), MAX_LABEL_SETS - 1)):
+        # No more than half: those that never occur leave room for those that do.
+        for each in (OTHER_LABELS, *islice(paths.label_sets(), MAX_LABEL_SETS // 2 - 1)):
             self._add(each)
 
     def landed(self, trace: RequestSpan, landed: LandedHandoff) -> HandoffLabels:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -62,8 +63,9 @@ class _Carried:
 class CarriedInstruments:
     """Transfers that succeeded, by distance, transport and operation.
 
-    Sets of labels between workers that report where they are exist from the start, as far as
-    `MAX_LABEL_SETS` allows; what comes beyond that counts as `other`.
+    Sets of labels between workers that report where they are exist from the start, as far as half
+    of `MAX_LABEL_SETS` allows, so that those that never occur leave room for those that do; what
+    comes beyond `MAX_LABEL_SETS` counts as `other`.
     """
 
     def __init__(self, registry: CollectorRegistry, paths: ReceivePaths) -> None:
@@ -86,11 +88,14 @@ class CarriedInstruments:
         )
         self._transports = frozenset(paths.transports)
         self._children: dict[LinkLabels, _Carried] = {}
-        self._add(OTHER_LABELS)
-        for transport in paths.transports:
-            for distance in paths.distances(transport):
-                for operation in OPERATIONS.values():
-                    self._find(LinkLabels(distance, transport, operation))
+        usual = (
+            LinkLabels(distance, transport, operation)
+            for transport in paths.transports
+            for distance in paths.distances(transport)
+            for operation in OPERATIONS.values()
+        )
+        for each in (OTHER_LABELS, *islice(usual, MAX_LABEL_SETS // 2 - 1)):
+            self._add(each)
 
     def carried(self, outcome: Outcome, labels: LinkLabels) -> None:
         """Count a period in which a link was in use."""

@@ -44,3 +44,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- define "baton.scheme" -}}
 {{ ternary "http" "https" (eq .Values.security.tls "off") }}
 {{- end }}
+
+{{- /* Components that have a management port, with metrics and demand: separated by spaces. */}}
+{{- define "baton.managed" -}}
+gateway{{ if .Values.picker.enabled }} picker{{ end }}
+{{- end }}

@@ -86,9 +86,10 @@ class SnapshotBuilder:
             alerts=self._pages.alerts.show(),
         )
 
-    def links(self) -> Links:
+    async def links(self) -> Links:
         """What handoffs cost."""
-        return Links(self._pages.links.show(), _show_transfers(self._pages.transfers.show()))
+        transfers = await self._pages.transfers.show()
+        return Links(self._pages.links.show(), _show_transfers(transfers))
 
     def _models(self) -> Iterator[ModelShown]:
         for model in sorted(self._workers.fleet.models):

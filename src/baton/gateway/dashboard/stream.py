@@ -83,7 +83,7 @@ class DashboardStream:
         leaving = asyncio.create_task(_until_left(receive))
         try:
             if self.num_viewers == 1:
-                self._make()
+                await self._make()
             start = {"type": "http.response.start", "status": 200, "headers": HEADERS}
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await send(start)
@@ -103,7 +103,7 @@ class DashboardStream:
         num_links_sent = num_ticks_sent = -1
         while not (leaving.done() or self._is_over):
             made = self._made
-            if num_ticks_sent != self._num_ticks:
+            if self._tick and num_ticks_sent != self._num_ticks:  # b"": the first is being made
                 num_ticks_sent, body = self._num_ticks, self._tick
                 if num_links_sent != self._num_links:
                     num_links_sent, body = self._num_links, self._tick + self._links
@@ -117,14 +117,17 @@ class DashboardStream:
             try:
                 self._series.sample()
                 if self.num_viewers:
-                    self._make()
+                    await self._make()
             except Exception:
                 log.exception("a dashboard's snapshot failed; trying again")
 
-    def _make(self) -> None:
+    async def _make(self) -> None:
         """A new snapshot, for all who wait for one."""
         if not self._links or self._num_ticks % LINKS_EVERY == 0:
-            self._links = _event("links", self._builder.links())
+            links = _event("links", await self._builder.links())
+            if not self.num_viewers:  # the last one left meanwhile: the next is sent none so old
+                return
+            self._links = links
             self._num_links += 1
         self._tick = _event("tick", self._builder.tick(self._series.points[-1]))
         self._num_ticks += 1
