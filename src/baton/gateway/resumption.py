@@ -61,6 +61,8 @@ class Resumption:
         self._result: ResumeResult | None = None
         self._moved: tuple[MoveCause, Instant] | None = None
         self.num_moves, self.moved_at = 0, -inf
+        self.num_before = inf
+        """Chunks of others before the present worker's stream; inf: that has not begun."""
         self.num_prompt_tokens: int | None = None
         """As its worker counts them; None where it does not report that."""
 
@@ -93,11 +95,18 @@ class Resumption:
         ids, is_complete = self.record.read_token_ids() or [], self.record.is_finished
         if is_complete and self._protocol == "vllm":  # of which the last token is not known
             body = body.for_end(ids)
-        return replace(body, resume=Resume(ids, is_complete=is_complete))
+        sizes = self.record.read_group_sizes()
+        return replace(body, resume=Resume(ids, is_complete=is_complete, group_sizes=sizes))
 
-    def narrow(self, fleet: Fleet) -> Fleet:
-        """The workers that can go on with the stream: those that speak as the lost one did."""
-        return fleet if self._protocol is None else fleet.only(self._context.model, self._protocol)
+    def narrow(self, fleet: Fleet, body: CompletionBody) -> Fleet:
+        """The workers that can go on with the stream: those that speak as the lost one did.
+
+        One that does not resume streams, even as prefill worker, has the request run again.
+        """
+        if self._protocol is None:
+            return fleet
+        must_resume = self._goes_on and not self.record.is_finished and not is_repeatable(body)
+        return fleet.only(self._context.model, self._protocol, must_resume=must_resume)
 
     @property
     def needs_no_prompt(self) -> bool:
@@ -111,6 +120,7 @@ class Resumption:
         is_replay = self._protocol is not None and (has_events or not self.record.has_ids)
         replay = Replay(self.record.events) if is_replay else None
         self.record.begin(has_ids=has_ids, has_events=has_events, replay=replay)
+        self.num_before = self.record.num_taken
 
     def note_news(self) -> None:
         """Something that the client had not yet goes to it."""
@@ -128,6 +138,7 @@ class Resumption:
         now, target = self._services.clock.now(), moved.placement.decode
         self._num_taken, self._protocol = self.record.num_taken, target.protocol
         self._moved = moved.cause, now
+        self.num_before = inf
         self.moved_at = now
         self.num_moves += moved.cause is not MoveCause.DRAIN
         num = len(self.record.read_token_ids() or ())
@@ -164,6 +175,7 @@ class Resumption:
             cause, self._lost_at = self._moved
             self._services.metrics.moved_streams[cause, MoveResult.LOST].inc()
             self._moved = None
+        self.num_before = inf
         has_progressed = self.record.num_taken > self._num_taken
         self._num_taken = self.record.num_taken
         if isinstance(error, WorkerReportedError) and error.is_clients_fault:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -38,7 +38,8 @@ class RunningStream:
 
     `write_headers` gives the header lines of a request on its behalf. `move_task` is the move that
     is under way; it ends with the stream, and so does `standby`, the request that waits for it at
-    another worker. Until `not_before` it is not moved again. `looked_at`: when it was looked at
+    another worker. `num_not_moved`: moves that failed, the last one as it took too long
+    (`was_too_slow`). Until `not_before` it is not moved again. `looked_at`: when it was looked at
     last, and how many tokens it had. Owner: the event loop's thread.
     """
 
@@ -52,13 +53,10 @@ class RunningStream:
     move_task: asyncio.Task[None] | None = None
     standby: Standby | None = None
     not_before: Instant | None = None
+    num_not_moved: int = 0
+    was_too_slow: bool = False
     num_copies: int = 0
     looked_at: tuple[float, int] | None = None
-    num_before: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """What the client had before it began here."""
-        self.num_before = self.resumption.record.num_taken
 
     @property
     def can_move(self) -> bool:
@@ -67,7 +65,7 @@ class RunningStream:
         return (
             self.move_task is None
             and record.has_ids
-            and record.num_taken > self.num_before
+            and record.num_taken > self.resumption.num_before
             and record.failure is None
             and record.can_go_on
         )
@@ -130,6 +128,12 @@ class RunningStream:
         if most is None:
             return TYPICAL_ANSWER_TOKENS
         return max(0, most - self.resumption.record.num_ids)
+
+    def note_not_moved(self, not_before: Instant, *, was_too_slow: bool) -> None:
+        """A move failed; its standby is the caller's now."""
+        self.num_not_moved += 1
+        self.not_before, self.was_too_slow = not_before, was_too_slow
+        self.move_task = self.standby = None
 
     def release_standby(self) -> None:
         """It does not move."""

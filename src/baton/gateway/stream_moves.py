@@ -68,12 +68,15 @@ BALANCE_S: Final = 0.5
 MOST_AT_ONCE: Final = 8
 """Moves from one worker to another, while the one drains."""
 COPY_TIMEOUT_S: Final = 60.0
+"""Of a move until its cut. Moves from one worker share its link: those that begin while others are
+under way are to need no longer with them."""
 BLOCK_END_S: Final = 5.0
 """The end of a block is waited for so long: of vLLM's blocks on CPUs, of 128 tokens of 40 ms."""
 MOVES: Final = f"{MOVE_HEADER}: 1\r\n".encode()
 POLL_S: Final = 0.005
 AGAIN_AFTER_S: Final = 1.0
-"""A move failed: when the stream may be moved the next time."""
+"""A move failed: when the stream may be moved the next time; twice as long after each failure."""
+MOST_DOUBLED: Final = 6
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class StreamMoves:
     def __init__(self, services: Services, records: RequestHistory) -> None:
         self._services, self._records = services, records
         self._num_moving: Counter[tuple[WorkerId, WorkerId]] = Counter()
+        self._leaving_s: dict[RunningStream, float] = {}  # of moves under way, as predicted
         self._rebalancers: dict[str, Rebalancer] = {}
         self._next_balance_at = Instant(0.0)
         self._log = LimitedLog(log, services.clock, LOG_AGAIN_AFTER_S)
@@ -125,8 +129,21 @@ class StreamMoves:
         due = [s for s in services.streams.all() if s.decode.id in leaving and s.is_due(now)]
         for stream in sorted(due, key=lambda s: (leaving[s.decode.id], -s.num_left)):
             target = self._choose_target(stream, now)
-            if target is not None:
+            left_s = min(COPY_TIMEOUT_S, leaving[stream.decode.id] - now)
+            if target is not None and self._fits(stream, target, left_s):
                 self._begin(stream, target, MoveCause.DRAIN)
+
+    def _fits(self, stream: RunningStream, target: WorkerView, left_s: float) -> bool:
+        """Whether what leaves its worker is there in time with this stream, too; one always is."""
+        source = stream.decode.id
+        others = [s for each, s in self._leaving_s.items() if each.decode.id == source]
+        return not others or sum(others) + self._predict_s(stream, target) <= left_s
+
+    def _predict_s(self, stream: RunningStream, target: WorkerView) -> float:
+        """How long its handoff takes; of one that was not done in time it is not known."""
+        handoffs = self._services.load.costs(target.model).handoffs
+        predicted = handoffs.cost_of(stream.decode, target).predict(stream.num_tokens)
+        return COPY_TIMEOUT_S if stream.was_too_slow else predicted
 
     def _rebalance(
         self, model: str, served: ModelWorkers, policy: CostPolicy, now: Instant
@@ -203,10 +220,12 @@ class StreamMoves:
     def _begin(self, stream: RunningStream, target: WorkerView, cause: MoveCause) -> None:
         pair = stream.decode.id, target.id
         self._num_moving[pair] += 1
+        self._leaving_s[stream] = self._predict_s(stream, target)
         stream.move_task = self._services.background_tasks.run(self._move(stream, target, cause))
-        stream.move_task.add_done_callback(lambda _: self._end(pair))
+        stream.move_task.add_done_callback(lambda _: self._end(stream, pair))
 
-    def _end(self, pair: tuple[WorkerId, WorkerId]) -> None:
+    def _end(self, stream: RunningStream, pair: tuple[WorkerId, WorkerId]) -> None:
+        del self._leaving_s[stream]
         self._num_moving[pair] -= 1
         if not self._num_moving[pair]:
             del self._num_moving[pair]
@@ -233,9 +252,9 @@ class StreamMoves:
             why = f"not moved to {target.id} ({cause}): {reason}"
             self._log.warning(cause, f"{stream.decode.id}, {stream.context.id}: {why}")
             stream.resumption.note_not_moved(why)
-            stream.not_before = Instant(self._services.clock.now() + AGAIN_AFTER_S)
-            stream.move_task = None
-            stream.standby = None
+            stays_s = AGAIN_AFTER_S * 2 ** min(stream.num_not_moved, MOST_DOUBLED)
+            not_before = Instant(self._services.clock.now() + stays_s)
+            stream.note_not_moved(not_before, was_too_slow=isinstance(exc, TimeoutError))
             if standby is not None:  # not by way of the stream, which may have ended meanwhile
                 standby.release()
             return

@@ -5,7 +5,8 @@
                       where another worker's are compared with them (vLLM's)
 
 A worker that is asked to (`TOKEN_IDS_HEADER`) puts a comment before each event that has text, with
-the ids of the tokens that it ends: `:17,18`. The client does not get it.
+the ids of the tokens that it ends: `:17,18`. The client does not get it. vLLM's servers begin it
+before the event is there, and write a space between tokens that were one output of the engine's.
 """
 
 from __future__ import annotations
@@ -82,12 +83,12 @@ class StreamRecord:
         ids in a replay are those of the whole answer, again. Until it has named as many, those
         before it count: its worker may be lost before that.
         """
+        known = self._known_ids
         self._rest, self.failure, self._replay = b"", None, replay
         has_events = has_events or not has_ids
         if self.num_taken and has_events != self._has_events:
             self._drop()
         if replay is not None:
-            known = self._known_ids
             self._num_kept_bytes -= len(self._ids) + len(self._ids_before) - len(known)
             self._ids_before, self._ids = known, bytearray()
         self.has_ids, self._has_events = has_ids, has_events
@@ -124,6 +125,12 @@ class StreamRecord:
         except UNDECODABLE:
             return None
 
+    def read_group_sizes(self) -> list[int] | None:
+        """How many tokens each of a vLLM engine's outputs had; None: one."""
+        groups = bytes(self._known_ids[:-1]).replace(b", ", b" ").split(b",")
+        sizes = [group.count(b" ") + 1 for group in groups]
+        return sizes if max(sizes) > 1 else None
+
     @property
     def num_ids(self) -> int:
         """How many tokens the client has, as far as their ids are kept."""
@@ -131,7 +138,12 @@ class StreamRecord:
 
     @property
     def _known_ids(self) -> bytearray:
-        return max(self._ids, self._ids_before, key=len)
+        """Those of a comment whose event is yet to come, too, if a replay brings that."""
+        ids = self._ids
+        if self._has_events and self.has_ids and self._rest.startswith(COMMENT):
+            begun = self._rest.partition(b"\n")[0]
+            ids = ids + begun[1 : begun.rfind(b",") + 1]
+        return max(ids, self._ids_before, key=len)
 
     @property
     def events(self) -> bytes:

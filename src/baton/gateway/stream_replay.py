@@ -2,7 +2,8 @@
 
 Compared is what the events hold, not their bytes: text, tool calls' arguments and the rest of what
 an answer's events add to each other. Another worker may send the same tokens in other pieces, names
-tool calls anew, and computes log-probabilities whose last digits may differ.
+tool calls anew, and computes log-probabilities whose last digits may differ. Once it has sent all
+that the client has, its events are passed on as they are, under the name of the first ones.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Replay:
         self._once: dict[Key, object] = {}
         self._head: Fields = {}
         self._has_usage = False
+        self._renamed: list[tuple[bytes, bytes]] | None = None
         parts: dict[Key, list[Any]] = {}
         for event in sent.split(END_OF_EVENT):
             self._note(event, parts)
@@ -51,6 +53,7 @@ class Replay:
         choices = {key[0] for key in (*self._sent, *self._once)}
         ended = all((choice, "finish_reason") in self._once for choice in choices)
         self._has_all = bool(choices) and ended
+        self._awaited = set(self._once)
 
     def take(self, events: bytes) -> bytes:
         """Of the next events of the other worker's stream, whole ones: what the client lacks.
@@ -58,7 +61,14 @@ class Replay:
         Raises:
             ReplayDiffersError: it is another answer.
         """
-        return b"".join(map(self._left_of, events.split(END_OF_EVENT)))
+        if self._renamed is None:
+            left = b"".join(map(self._left_of, events.split(END_OF_EVENT)))
+            if self.is_caught_up and not (self._awaited or self._has_all or self._has_usage):
+                self._renamed = self._find_renamed(events)
+            return left
+        for theirs, ours in self._renamed:
+            events = events.replace(theirs, ours)
+        return events
 
     @property
     def is_caught_up(self) -> bool:
@@ -69,6 +79,27 @@ class Replay:
         return self._has_all or all(
             self._at.get(key, 0) == len(value) for key, value in self._sent.items()
         )
+
+    def _find_renamed(self, events: bytes) -> list[tuple[bytes, bytes]] | None:
+        """What is replaced in all events that follow these; None: not found in the first of these.
+
+        Nothing else is: within a text the quotes would be escaped.
+        """
+        first = events.partition(END_OF_EVENT)[0]
+        fields, found = _read(first), []
+        if fields is None:
+            return None
+        for name, value in self._head.items():
+            key, theirs = b'"%b":' % name.encode(), _encode(fields.get(name))
+            if key + theirs not in first:
+                key += b" "
+            if key + theirs not in first:
+                return None
+            if fields[name] != value:
+                found.append((key + theirs, key + _encode(value)))
+        self._sent.clear()
+        self._at.clear()
+        return found
 
     def _note(self, event: bytes, parts: dict[Key, list[Any]]) -> None:
         fields = _read(event)
@@ -118,6 +149,8 @@ class Replay:
             elif holder[name]:
                 del holder[name]
         for key, holder, name in list(_once_in(index, choice)):
+            if holder[name] is not None:
+                self._awaited.discard(key)
             if key not in self._once:
                 has_news = has_news or holder[name] is not None
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -59,11 +59,13 @@ class Resume(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `is_complete`: that is all, and only what ends a stream is missing. `standby`, a random id, in
     hex: the client gets more tokens from another worker; they follow by `standby_path`.
+    `group_sizes`: how many of them each output of a vLLM engine had; None: one.
     """
 
     token_ids: list[TokenId]
     is_complete: bool = False
     standby: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")] | None = None
+    group_sizes: list[Annotated[int, Meta(ge=1)]] | None = None
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,6 +125,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: list[msgspec.Raw] | None = None
 
 
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Messages: TypeAlias = Annotated[
     list[ChatMessage],
     Meta(min_length=1, description="a list of at least one message with 'role' and 'content'"),
@@ -136,6 +139,9 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    reasoning_effort: (
+        Annotated[ReasoningEffort, Meta(description="how much to think, if the model can")] | None
+    ) = None
     chat_template_kwargs: (
         Annotated[
             dict[str, str | int | float | bool | None],

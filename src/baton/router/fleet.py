@@ -186,11 +186,13 @@ class Fleet:
         models = {model: served.beginning_at(share) for model, served in self.models.items()}
         return Fleet(models, self.absent_prefills, self.adapters)
 
-    def only(self, model: str, protocol: WorkerProtocol) -> Fleet:
-        """A fleet of those workers of a model that speak `protocol`."""
+    def only(self, model: str, protocol: WorkerProtocol, *, must_resume: bool = False) -> Fleet:
+        """A fleet of those workers of a model that speak `protocol`, and can resume a stream."""
         served = self.models[model]
         listed = (*served.prefills, *served.decodes)
-        spoken = [w for w in listed if w.protocol == protocol]
+        spoken = [
+            w for w in listed if w.protocol == protocol and (w.resumes_streams or not must_resume)
+        ]
         is_part = served.is_part or len(spoken) < len(listed)
         return Fleet({model: ModelWorkers.of(spoken, is_part=is_part)}, self.absent_prefills)
 

@@ -23,13 +23,14 @@ import logging
 from contextlib import aclosing
 from functools import lru_cache, wraps
 from importlib.metadata import entry_points
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from baton.engines.vllm import resumed_grammars
 from baton.engines.vllm.resumed_grammars import NUM_GIVEN_FIELD
-from baton.engines.vllm.stream_tokens import CURRENT
+from baton.engines.vllm.stream_tokens import CURRENT, MOST_UNNAMED
 from baton.errors import UNDECODABLE
 from baton.protocol.request_fields import Resume
 
@@ -122,7 +123,7 @@ def install() -> None:
         request_id: str,
         **options: Any,  # noqa: ANN401
     ) -> AsyncGenerator[Any, None]:
-        given = _take_given(sampling_params, engine.model_config.get_vocab_size())
+        given, group_sizes = _take_given(sampling_params, engine.model_config.get_vocab_size())
         stream = CURRENT.get()
         if sampling_params.output_kind is not RequestOutputKind.DELTA:
             prompt = _cut(_extended(prompt, given), sampling_params)
@@ -133,6 +134,7 @@ def install() -> None:
                 stream.begin(
                     given if len(given) < (sampling_params.max_tokens or 0) else (),
                     len(prompt["prompt_token_ids"]),
+                    group_sizes,
                 )
             else:
                 _begin_repeatable(stream, sampling_params)
@@ -150,19 +152,30 @@ def install() -> None:
         stream = CURRENT.get()
         if stream is not None and stream.given:
             given, stream.given = stream.given, ()
-            stream.restored = restore(processor.request_states[request.request_id], given)
+            stream.restored = restore(
+                processor.request_states[request.request_id], given, stream.group_sizes
+            )
             give_to_engine(request, given)
 
     AsyncLLM.generate = generate_from_given
     OutputProcessor.add_request = add_with_given
 
 
-def restore(state: Any, given: tuple[int, ...]) -> list[Any]:  # noqa: ANN401 - vLLM's
-    """Put an answer's first tokens into vLLM's `RequestState`: their `RequestOutput`s."""
-    outputs = []
-    for token_id in given:
-        state.detokenizer.update([token_id], stop_terminated=False)
-        output = state.make_request_output([token_id], None, None, None)
+def restore(
+    state: Any,  # noqa: ANN401 - vLLM's
+    given: tuple[int, ...],
+    group_sizes: list[int] | None = None,
+) -> list[Any]:
+    """Put an answer's first tokens into vLLM's `RequestState`: their `RequestOutput`s.
+
+    In the groups in which they were generated: some of vLLM's parsers of tool calls depend on them.
+    """
+    outputs, at = [], 0
+    for size in group_sizes or repeat(1, len(given)):
+        group = list(given[at : at + size])
+        at += size
+        state.detokenizer.update(group, stop_terminated=False)
+        output = state.make_request_output(group, None, None, None)
         if output is not None:
             outputs.append(output)
     return outputs
@@ -193,6 +206,8 @@ async def _report(
     """
     async with aclosing(outputs):
         async for output in outputs:
+            if len(stream.pending) > MOST_UNNAMED:
+                await stream.name_pending()
             for number, restored in enumerate(stream.take_restored()):
                 if number % NUM_AT_ONCE == NUM_AT_ONCE - 1:
                     await asyncio.sleep(0)
@@ -218,22 +233,29 @@ def _has_plugins() -> bool:
     return bool(entry_points(group="vllm.logits_processors"))
 
 
-def _take_given(params: Any, vocab_size: int) -> tuple[int, ...]:  # noqa: ANN401 - vLLM's
-    """Take the tokens so far out of a request's parameters: nothing else in vLLM needs them."""
+def _take_given(
+    params: Any,  # noqa: ANN401 - vLLM's
+    vocab_size: int,
+) -> tuple[tuple[int, ...], list[int] | None]:
+    """Take the tokens so far out of a request's parameters: nothing else in vLLM needs them.
+
+    With the sizes of the groups in which they were generated; None: one by one.
+    """
     extra: Mapping[str, object] = params.extra_args or {}
     transfer = extra.get("kv_transfer_params")
     raw = transfer.pop(RESUME_FIELD, None) if isinstance(transfer, dict) else None
     if raw is None:
-        return ()
+        return (), None
     try:
-        given = tuple(msgspec.convert(raw, Resume).token_ids)
+        resume = msgspec.convert(raw, Resume)
     except UNDECODABLE as exc:
         logger.warning("%s cannot be read, so the answer begins anew: %s", RESUME_FIELD, exc)
-        return ()
+        return (), None
+    given, sizes = tuple(resume.token_ids), resume.group_sizes
     if max(given, default=0) >= vocab_size:
         logger.warning("%s has token ids that are not in the vocabulary", RESUME_FIELD)
-        return ()
-    return given
+        return (), None
+    return given, sizes if sizes is not None and sum(sizes) == len(given) else None
 
 
 def _extended(prompt: Any, given: tuple[int, ...]) -> Any:  # noqa: ANN401 - vLLM's
