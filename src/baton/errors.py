@@ -120,13 +120,11 @@ class PeerLostError(TransferError):
 
 
 class HandoffError(BatonError):
-    """A handoff ended without its KV. `stage` is where, `peer` who, `transport` how."""
+    """A handoff ended without its KV. `stage` is where, `peer` who."""
 
-    def __init__(
-        self, message: str, *, stage: str, peer: str | None = None, transport: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, stage: str, peer: str | None = None) -> None:
         super().__init__(message)
-        self.stage, self.peer, self.transport = stage, peer, transport
+        self.stage, self.peer = stage, peer
 
 
 class StoreError(BatonError):

@@ -133,6 +133,18 @@ def test_what_clients_may_not_say_does_not_reach_workers():
     run(scenario)
 
 
+def test_the_prompt_of_the_other_kind_of_completion_does_not_reach_workers():
+    both = {**PROMPT, "messages": [{"role": "user", "content": "another"}]}
+
+    async def scenario(cluster: Cluster):
+        for path, kept in (("completions", "prompt"), ("chat/completions", "messages")):
+            async with cluster.post(both, f"/v1/{path}") as response:
+                assert response.status == 200
+            assert {"prompt", "messages"} & cluster.decodes[0].visits[-1].body.keys() == {kept}
+
+    run(scenario)
+
+
 def test_a_worker_of_both_roles_gets_no_ticket():
     async def scenario(cluster: Cluster):
         body = {**PROMPT, "kv_transfer_params": {"baton_ticket": "forged"}}

@@ -198,6 +198,49 @@ def test_pages_of_other_sites_are_refused(headers: dict[str, str], status: int) 
     run(scenario, allowed_hosts=("api.example",), allowed_origins=("https://chat.example",))
 
 
+def test_pages_of_listed_origins_may_read_answers(path: Path) -> None:
+    good, _ = add(path)
+    page = {"origin": "https://chat.example"}
+    key = {"authorization": f"Bearer {good}"}
+    asks = {"access-control-request-headers": "authorization,content-type,x-stainless-os"}
+
+    async def scenario(cluster: Cluster) -> None:
+        async def shown(method: str, path: str, body: object, **headers: str) -> tuple[int, Any]:
+            url = cluster.url + path
+            async with cluster.client.request(method, url, json=body, headers=headers) as response:
+                await response.read()
+                return response.status, response.headers
+
+        where = "/v1/completions"
+        status, headers = await shown("OPTIONS", where, None, **page, **asks)
+        assert status == 204
+        assert headers["access-control-allow-methods"] == "GET, POST"
+        assert headers["access-control-allow-headers"] == asks["access-control-request-headers"]
+        for method, at, body, also, expected in (
+            ("OPTIONS", where, None, {}, 204),
+            ("GET", "/v1/models", None, key, 200),
+            ("GET", "/v1/models", None, {}, 401),
+            ("POST", where, PROMPT, key, 200),
+            ("POST", where, STREAM, key, 200),
+            ("POST", where, PROMPT, {}, 401),
+            ("POST", where, {"model": 3}, key, 400),
+        ):
+            status, headers = await shown(method, at, body, **page, **also)
+            assert (status, headers["access-control-allow-origin"]) == (expected, page["origin"])
+            assert headers["access-control-expose-headers"] == "x-request-id, retry-after"
+            assert headers["vary"] == "origin"
+        for at, also, expected in (
+            ("/v1/models", key, 200),
+            ("/health", page, 200),  # what operators look at, and all else, is not for pages
+            ("/v1/models", {"origin": "https://attacker.example", **key}, 403),
+        ):
+            status, headers = await shown("GET", at, None, **also)
+            assert (status, headers.get("access-control-allow-origin")) == (expected, None)
+        assert (await shown("OPTIONS", where, None, **key))[0] == 405
+
+    run(scenario, client_keys_file=path, allowed_origins=(page["origin"],))
+
+
 def test_a_gateway_that_is_managed_elsewhere_shows_nothing_to_clients() -> None:
     async def scenario(cluster: Cluster) -> None:
         for path in ("/metrics", "/debug/requests", "/debug/workers"):

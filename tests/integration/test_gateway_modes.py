@@ -276,6 +276,29 @@ def test_the_client_has_the_first_token_before_decode_says_anything(mode):
     run(scenario, mode=mode, first_token_early=True, **pair(prefill_early, say_abc_late))
 
 
+def test_a_stream_of_which_only_the_first_token_is_there_is_not_moved():
+    """Its decode worker has not begun it, so that it has nothing to hand over."""
+    gate = asyncio.Event()
+
+    async def say_abc_late(visit: Visit):
+        await gate.wait()
+        await say_abc(visit)
+
+    async def scenario(cluster: Cluster):
+        async with cluster.post(STREAM) as response:
+            assert await response.content.readany() == EVENT.encode()
+            (asked,) = (worker for worker in cluster.decodes if worker.visits)
+            asked.health_status = 503
+            await asyncio.sleep(0.4)
+            assert sum(len(worker.visits) for worker in cluster.decodes) == 1
+            gate.set()
+            assert (await response.text()).endswith("[DONE]\n\n")
+
+    workers = pair(prefill_early, say_abc_late)
+    workers["decodes"].append(ScriptedWorker("decode-1", "decode", say_abc_late, **PULL))
+    run(scenario, mode="push", first_token_early=True, **workers)
+
+
 def test_nothing_is_sent_early_where_decode_has_begun_from_another_token():
     async def scenario(cluster: Cluster):
         cluster.decodes[0].agrees_on = {**TOKEN, "token_id": 6}

@@ -173,7 +173,7 @@ def test_a_vllm_server_goes_on_from_the_tokens_that_another_named(body: dict[str
     )
     again = [b":5,6\n" + texts("b", "abc")[0], b":7\n" + texts("b", "d")[0]]
     second = stream(*again, then="die", header=True)
-    third = stream(*again, b":8\n" + texts("c", "e")[0], END, header=True)
+    third = stream(*again, b":8\n" + texts("b", "e")[0], END, header=True)
 
     async def scenario(cluster: Cluster) -> None:
         answer = await ask(cluster, body)
@@ -207,6 +207,44 @@ def test_a_vllm_server_that_baton_did_not_start_answers_again() -> None:
         assert "baton_resume" not in visit.body["kv_transfer_params"]
 
     run(scenario, **vllms(first, second))
+
+
+def test_a_vllm_server_gets_tokens_in_groups_and_those_without_an_event() -> None:
+    """As where its client does not want the reasoning, or its drafts were accepted."""
+    first = stream(b":5, 6\n" + texts("a", "ab")[0], b":7,", b"8, 9,1", then="die", header=True)
+    again = b":5, 6,7,8, 9\n" + texts("b", "ab")[0]
+    second = stream(again, b":10\n" + texts("b", "c")[0], END, header=True)
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, SAMPLED)
+        assert (answer.text, answer.is_broken) == ("abc", False)
+        params = cluster.decodes[1].visits[0].body["kv_transfer_params"]
+        resume = {"token_ids": [5, 6, 7, 8, 9], "group_sizes": [2, 1, 2]}
+        assert params["baton_resume"] == resume
+        assert await results(cluster) == {"resumed": 1}
+
+    run(scenario, **vllms(first, second, resumes_streams=True))
+
+
+@pytest.mark.parametrize("other", ["prefill", "decode"])
+def test_a_sampled_answer_goes_on_without_servers_that_baton_did_not_start(other: str) -> None:
+    first = stream(b":5\n" + texts("a", "ab")[0], then="die", header=True)
+    second = stream(*texts("b", "X"), END)
+    third = stream(b":5\n" + texts("b", "ab")[0], b":6\n" + texts("b", "c")[0], END, header=True)
+    scripts = (first, third) if other == "prefill" else (first, second, third)
+    workers = vllms(*scripts, resumes_streams=True)
+    foreign = workers["prefills"][0] if other == "prefill" else workers["decodes"][1]
+    foreign.extra_info = {"resumes_streams": False}
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, SAMPLED)
+        assert (answer.text, answer.is_broken) == ("abc", False)
+        visit = cluster.decodes[-1].visits[0]
+        assert visit.body["kv_transfer_params"]["baton_resume"] == {"token_ids": [5]}
+        assert (visit.ticket is None) is (other == "prefill")
+        assert await results(cluster) == {"resumed": 1}
+
+    run(scenario, **workers)
 
 
 def test_a_tools_call_goes_on_in_the_middle_of_its_arguments() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from baton.gateway import stream_moves
 from baton.ids import new_epoch
 from baton.router import rebalance
 from baton.router.division import Division
@@ -343,7 +344,9 @@ def test_streams_of_vllm_that_baton_did_not_start_stay() -> None:
     run(scenario, **vllm_servers(resumes_streams=False, step_s=STAYING_S))
 
 
-def test_a_stream_stays_where_its_kv_is_not_taken() -> None:
+def test_a_stream_stays_where_its_kv_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_moves, "AGAIN_AFTER_S", 0.2)
+
     async def scenario(cluster: Cluster) -> None:
         first, second = cluster.decodes
         asking, left = await begin(cluster, first)
@@ -356,9 +359,42 @@ def test_a_stream_stays_where_its_kv_is_not_taken() -> None:
         assert counts.keys() - {"drain ended"} == {"drain not_copied"}
         num_taken = sum(visit.ticket is not None for visit in second.visits)
         assert counts["drain not_copied"] <= num_taken <= sum(counts.values())
-        assert num_taken <= 5, "once a second"
+        assert 2 < num_taken <= 5, "after 0.2 s, 0.4 s, and so on"
 
     run(scenario, **two(counting(STAYING_S), counting(0.001, copy_status=503)))
+
+
+def test_streams_that_were_not_moved_in_time_have_the_link_to_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_moves, "COPY_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(stream_moves, "AGAIN_AFTER_S", 0.1)
+
+    async def hold(visit: Visit) -> None:
+        if visit.ticket is None:
+            await stream(visit, STAYING_S)
+        await asyncio.Event().wait()
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        asking = [asyncio.create_task(ask(cluster, ASKED)) for _ in range(6)]
+        await until(lambda: len(first.visits) == len(second.visits) == 3)
+        await asyncio.sleep(0.05)
+        first.health_status = 503
+
+        def copies() -> list[Visit]:
+            return [visit for visit in second.visits if visit.ticket is not None]
+
+        await until(lambda: len(copies()) == 3)
+        await until(lambda: all(visit.left_at is not None for visit in copies()))
+        await until(lambda: len(copies()) > 3)
+        await asyncio.sleep(0.25)
+        assert len(copies()) == 4
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    run(scenario, **two(hold, hold))
 
 
 def test_the_new_worker_may_die_after_the_cut() -> None:

@@ -60,10 +60,6 @@ class ClusterKey:
         """HMAC-SHA256 (RFC 2104) of `message` under the sub-key for `purpose`: 32 bytes."""
         return hmac.digest(_derive(self.secret, purpose), message, "sha256")
 
-    def verify(self, purpose: str, message: bytes, mac: bytes) -> bool:
-        """Whether `mac` is this key's signature, compared in constant time."""
-        return hmac.compare_digest(self.sign(purpose, message), mac)
-
 
 @lru_cache(maxsize=64)
 def _derive(secret: bytes, purpose: str) -> bytes:

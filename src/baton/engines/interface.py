@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
+from msgspec import Meta
 
 from baton.kv.layout import KVLayout
 from baton.protocol.worker_http import StoreLoads
@@ -65,6 +66,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     first_index: int = 0
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's checkpoint wants tokens chosen where a request names nothing."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +214,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_running: int | None = None
     max_step_tokens: int | None = None
     num_landing_layers: int = 0
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
 class Engine(Protocol):

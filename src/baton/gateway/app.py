@@ -15,7 +15,7 @@ from baton import __version__
 from baton.clock import Clock, Instant
 from baton.config.cluster_key import is_loopback
 from baton.errors import BatonError, ModelNotFoundError
-from baton.gateway.asgi import JSON, send_error, send_whole
+from baton.gateway.asgi import JSON, send_error, send_preflight, send_whole, share_with
 from baton.gateway.dashboard.pages import Dashboard, is_dashboard
 from baton.gateway.errors import (
     ForbiddenError,
@@ -121,20 +121,24 @@ class RequestOrigin:
         hosts = frozenset(listed) if listed or is_loopback(address) else None
         return cls(hosts, frozenset(options.allowed_origins))
 
-    def check(self, path: str, headers: Headers) -> None:
-        """Pass, or raise. The dashboard's own page asks for its modules as its origin.
+    def check(self, path: str, headers: Headers) -> bytes:
+        """Pass, or raise: the listed origin that the request names, empty without one.
+
+        The dashboard's own page asks for its modules as its origin.
 
         Raises:
             ForbiddenError: the request names a host or an origin that is not allowed.
         """
-        host = b""
+        host = listed = b""
         origins: tuple[bytes, ...] = ()
         for name, value in headers:
             if name == b"host":
                 host = value
                 if self.hosts is not None:
                     self._check_host(value.decode("latin-1"))
-            elif name == b"origin" and value.decode("latin-1") not in self.origins:
+            elif name == b"origin" and value.decode("latin-1") in self.origins:
+                listed = value
+            elif name == b"origin":
                 origins = (*origins, value)
         for origin in origins:
             is_own = origin in {b"http://" + host, b"https://" + host}
@@ -143,6 +147,7 @@ class RequestOrigin:
                     f"pages of {origin[:200]!r} may not use this gateway; list their origin in "
                     "gateway.allowed_origins"
                 )
+        return listed
 
     def _check_host(self, text: str) -> None:
         host = text.rpartition(":")[0] if text.rpartition(":")[2].isdigit() else text
@@ -188,12 +193,10 @@ class Access:
         """Pass, or raise. Completions look for the client themselves, and count it.
 
         Raises:
-            ForbiddenError: see `RequestOrigin`.
             UnauthorizedError: an API key is needed, or the management key.
             PathNotFoundError: the path is not answered here.
         """
         headers: Headers = scope["headers"]
-        self.origin.check(path, headers)
         if path.startswith(CLIENT_PATHS) and path not in COMPLETION_PATHS:
             self.clients.authenticate(headers)
         elif path.startswith(MANAGEMENT_PATHS) and not self.is_managed_here:
@@ -255,6 +258,12 @@ class GatewayApp:
             return
         path: str = scope["path"]
         try:
+            origin = self._access.origin.check(path, scope["headers"])
+            if origin and path.startswith(CLIENT_PATHS):
+                send = share_with(origin, send)
+                if scope["method"] == "OPTIONS":  # a browser asks first, without the API key
+                    await send_preflight(send, scope["headers"])
+                    return
             self._access.check(path, scope)
             if path in COMPLETION_PATHS and scope["method"] == "POST":
                 await self._completions.serve(path, scope, receive, send)
@@ -301,7 +310,8 @@ class GatewayApp:
             return
         if path == METRICS_PATH:
             _need_get(path, scope)
-            await send_whole(send, 200, self.metrics.exposition(), (PROMETHEUS_TEXT,))
+            text = await self.metrics.exposition_in_parts()
+            await send_whole(send, 200, text, (PROMETHEUS_TEXT,))
             return
         if path == OPENAPI_PATH:
             _need_get(path, scope)
@@ -325,6 +335,8 @@ class GatewayApp:
             case _ if f"{path}/".startswith(f"{REQUESTS_PATH}/"):
                 asked = path.removeprefix(REQUESTS_PATH).removeprefix("/")
                 answer = await self._debug_pages.requests.show(asked, scope["query_string"])
+            case _ if path == TRANSFERS_PATH:
+                answer = await self._debug_pages.transfers.show()
             case _:
                 answer = self._management_page(path)
         _need_get(path, scope)
@@ -341,8 +353,6 @@ class GatewayApp:
                 return pages.demand.show()
             case _ if path == LINKS_PATH:
                 return pages.links.show()
-            case _ if path == TRANSFERS_PATH:
-                return pages.transfers.show()
             case _ if path == ALERTS_PATH:
                 return pages.alerts.show()
             case _:

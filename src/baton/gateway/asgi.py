@@ -13,13 +13,21 @@ from baton.gateway.errors import BodyTooLargeError, ClientLeftError, ErrorAnswer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from starlette.types import Receive, Send
+    from starlette.types import Message, Receive, Send
 
 Header = tuple[bytes, bytes]
 DISCARD_TIMEOUT_S: Final = 2.0
 ALWAYS_READ_BYTES: Final = 1 << 20
 """Reading it into fields takes the event loop 3 ms, which others wait."""
 JSON: Header = (b"content-type", b"application/json")
+SHARED_HEADERS: Final = (
+    (b"vary", b"origin"),
+    (b"access-control-expose-headers", b"x-request-id, retry-after"),
+)
+PREFLIGHT_HEADERS: Final = (
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-max-age", b"600"),
+)
 
 
 class BodyBudget:
@@ -142,3 +150,26 @@ async def send_whole(
 async def send_error(send: Send, answer: ErrorAnswer, headers: Iterable[Header] = ()) -> None:
     """Send an error as a response."""
     await send_whole(send, answer.status, answer.body, (JSON, *answer.headers, *headers))
+
+
+def share_with(origin: bytes, send: Send) -> Send:
+    """A `send` whose answers pages of `origin` may read in a browser."""
+    headers = ((b"access-control-allow-origin", origin), *SHARED_HEADERS)
+
+    async def send_shared(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *headers]}
+        await send(message)
+
+    return send_shared
+
+
+async def send_preflight(send: Send, headers: Iterable[Header]) -> None:
+    """Answer a browser that asks what a page may send: the headers that it names, too.
+
+    Clients for browsers send headers of their own; what they mean is for the gateway to check.
+    """
+    named = [value for name, value in headers if name == b"access-control-request-headers"]
+    allowed = [*PREFLIGHT_HEADERS, *((b"access-control-allow-headers", value) for value in named)]
+    await send({"type": "http.response.start", "status": 204, "headers": allowed})
+    await send({"type": "http.response.body", "body": b""})

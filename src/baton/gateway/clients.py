@@ -42,7 +42,7 @@ SECRET_BYTES: Final = 32
 MAX_KEYS: Final = 100_000
 FILE_MODE: Final = 0o600
 
-_KEY: Final = re.compile(rb"Bearer bk-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
+_KEY: Final = re.compile(rb"(?i:bearer) +bk-([0-9a-f]{12})-([A-Za-z0-9_-]{43})")
 
 log = logging.getLogger(__name__)
 

@@ -129,7 +129,8 @@ class Completions:
 
     async def _read(self, context: RequestContext, receive: Receive, held: HeldBody) -> AnswerPlan:
         whole = await read_body(receive, self._body_limit, held)
-        body = find_base(self._services.workers, parse_body(whole, context.client.tenant))
+        parsed = parse_body(whole, context.client.tenant, context.path)
+        body = find_base(self._services.workers, parsed)
         max_answers = min(self._services.options.max_answers, self._limit(context.client))
         plan = plan_answers(body, max_answers)
         if plan.num_total > 1:

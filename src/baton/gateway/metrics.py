@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from enum import StrEnum
 from itertools import accumulate
@@ -449,3 +450,19 @@ class GatewayMetrics:
     def exposition(self) -> bytes:
         """Prometheus's text format."""
         return generate_latest(self.registry)
+
+    async def exposition_in_parts(self) -> bytes:
+        """The same; streams go on between its families, of which many workers make large ones."""
+        parts = []
+        for family in self.registry.collect():
+            parts.append(generate_latest(_OneFamily(family)))
+            await asyncio.sleep(0)
+        return b"".join(parts)
+
+
+class _OneFamily(Collector):
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        yield self._family

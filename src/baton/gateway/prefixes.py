@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from baton.auth.ticket import hash_tenant
 from baton.config.cluster_key import is_loopback
@@ -20,10 +22,11 @@ from baton.kv.prefix_names import PrefixNames, salt_of_adapter
 from baton.router.prefixes import ModelPrefixes, PromptMatch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     from numpy.typing import NDArray
+    from prometheus_client import Metric
 
     from baton.clock import Clock
     from baton.gateway.request import CompletionBody
@@ -79,6 +82,7 @@ class Prefixes:
             registry=registry,
         )
         stored.set_function(lambda: sum(m.num_stored_blocks for m in self._models.values()))
+        registry.register(_RefusedBlocks(self._models))
 
     def close(self) -> None:
         """End its threads."""
@@ -194,6 +198,18 @@ class Prefixes:
         raise ConfigError(
             "no worker on this machine names a folder with its tokenizer; give one in "
             "[router.tokenizers]"
+        )
+
+
+class _RefusedBlocks(Collector):
+    def __init__(self, models: Mapping[str, ModelPrefixes]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "baton_router_refused_blocks",
+            "Blocks that found no room among those that some worker is known to hold.",
+            value=sum(model.num_refused_blocks for model in self._models.values()),
         )
 
 

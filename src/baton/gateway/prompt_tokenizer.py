@@ -20,11 +20,16 @@ import xxhash
 
 from baton.errors import UNDECODABLE, BatonError, ConfigError
 from baton.protocol.engine_fields import ABSENT
-from baton.tokenizer.chat_template import TemplateMessage, load_chat_template
+from baton.tokenizer.chat_template import (
+    TemplateMessage,
+    load_chat_template,
+    template_variables,
+)
 from baton.tokenizer.digest import digest_tokenizer
 from baton.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
@@ -52,7 +57,14 @@ UNKNOWN_WITH: Final = frozenset({
     "functions",
 })
 """Fields that change a prompt in ways that are not known here."""
-SHAPING: Final = ("prompt", "messages", "tools", "chat_template_kwargs", "add_special_tokens")
+SHAPING: Final = (
+    "prompt",
+    "messages",
+    "tools",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "add_special_tokens",
+)
 """Fields on which a prompt depends."""
 
 
@@ -86,6 +98,7 @@ _messages = msgspec.json.Decoder(list[_Message])
 _parts = msgspec.json.Decoder(_Part)
 _flags = msgspec.json.Decoder(bool | None)
 _variables = msgspec.json.Decoder(dict[str, str | int | float | bool | None] | None)
+_efforts = msgspec.json.Decoder(str | None)
 _lists = msgspec.json.Decoder(list[object] | None)
 
 
@@ -155,9 +168,12 @@ class PromptTokenizer:
         if self._template is None:
             raise ConfigError("this model has no chat template")
         messages = [_for_template(each) for each in _messages.decode(fields["messages"])]
-        variables: dict[str, TemplateValue] = (
-            _variables.decode(fields.get("chat_template_kwargs", b"null")) or {}
+        variables: Mapping[str, TemplateValue] = (
+            _variables.decode(fields.get("chat_template_kwargs", ABSENT)) or {}
         )
+        if "reasoning_effort" in fields:
+            effort = _efforts.decode(fields["reasoning_effort"])
+            variables = template_variables(variables, effort)
         tools = _lists.decode(fields.get("tools", b"null"))
         text = self._template.render(messages, variables, tools)
         special = _read_flag(fields, default=False)

@@ -148,16 +148,19 @@ def request_bodies(
     prefill: WorkerProtocol,
     decode: WorkerProtocol,
     num_prefix_tokens: int = 0,
+    reports_cached: bool = False,
 ) -> RequestBodies:
     """Write both bodies. Between two Baton workers they are one and the same, written once.
 
-    Baton's workers read `num_prefix_tokens` from the ticket.
+    Baton's workers read `num_prefix_tokens` from the ticket. `reports_cached`: vLLM as the prefill
+    worker is asked to report what it has cached. As the decode worker it may wait for the KV, and
+    would report in each step.
     """
     if prefill == decode == "baton":
         ticketed = body.encode_with_ticket(ticket)
         return RequestBodies(ticketed, ticketed)
     return RequestBodies(
-        prefill_body(body, ticket, num_prefix_tokens)
+        prefill_body(body.for_report() if reports_cached else body, ticket, num_prefix_tokens)
         if prefill == "vllm"
         else body.encode_with_ticket(ticket),
         decode_body(body, ticket) if decode == "vllm" else body.encode_with_ticket(ticket),

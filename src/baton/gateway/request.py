@@ -20,9 +20,19 @@ from baton.protocol.engine_fields import (
     is_off,
     unsupported,
 )
-from baton.protocol.prompt_bounds import check_ids, check_messages, count_chars, lists_ids
+from baton.protocol.prompt_bounds import (
+    MAX_IDS,
+    check_ids,
+    check_messages,
+    count_chars,
+    lists_ids,
+)
 from baton.protocol.request_fields import Resume
-from baton.protocol.worker_http import REQUEST_ID_HEADER
+from baton.protocol.worker_http import (
+    CHAT_COMPLETIONS_PATH,
+    COMPLETIONS_PATH,
+    REQUEST_ID_HEADER,
+)
 from baton.router.placement import NonDisaggregableField
 
 if TYPE_CHECKING:
@@ -35,6 +45,9 @@ TRANSFER_FIELDS: Final = (TICKET_FIELD, "ec_transfer_params")
 
 EXTRA_ARGUMENTS_FIELD: Final = "vllm_xargs"
 """vLLM merges these into the same place as `kv_transfer_params` and its like."""
+
+REPORT_CACHED: Final = {"kv_cache_report_mode": msgspec.Raw(b'"full"')}
+"""An extra argument of vLLM 0.32 (`v1/request.py`); versions that do not know it ignore it."""
 
 NOT_FOR_ONE_TOKEN: Final = frozenset({
     "stream_options",
@@ -71,6 +84,7 @@ _JSON_TYPE: Final = re.compile(rb"\s*application/([a-z0-9.-]+\+)?json\s*(;|$)", 
 _PRINTABLE: Final = frozenset(range(0x21, 0x7F))
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_nested_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _text_decoder = msgspec.json.Decoder(str)
 _encoder = msgspec.json.Encoder()
 
@@ -107,14 +121,15 @@ class CompletionBody:
         return prompt is not None and lists_ids(memoryview(prompt))
 
     def check_ids(self, max_context_tokens: Callable[[], int]) -> None:
-        """Refuse more token ids than the model's workers have room for.
+        """Refuse more token ids than the model's workers have room for, or cut off.
 
         Raises:
             InvalidRequestError: the prompt has more.
         """
         prompt = self.fields.get("prompt")
         if prompt is not None and lists_ids(memoryview(prompt)):
-            check_ids(bytes(prompt), max_context_tokens())
+            is_cut = "truncate_prompt_tokens" in self.fields
+            check_ids(bytes(prompt), MAX_IDS if is_cut else max_context_tokens())
 
     def check_text(self, max_prompt_chars: Callable[[], int | None]) -> None:
         """Refuse a prompt that is a text and certainly too long for the model's workers.
@@ -158,6 +173,16 @@ class CompletionBody:
         _limit(fields, len(ids) + 1)
         return replace(self, fields=fields)
 
+    def for_report(self) -> CompletionBody:
+        """The same; a vLLM server reports which of the prompt's blocks it has cached.
+
+        Otherwise its KV events give only blocks that it had not cached before.
+        """
+        given = self.fields.get(EXTRA_ARGUMENTS_FIELD, b"{}")
+        extra = {**_fields_decoder.decode(given), **REPORT_CACHED}
+        raw = msgspec.Raw(_encoder.encode(extra))
+        return replace(self, fields={**self.fields, EXTRA_ARGUMENTS_FIELD: raw})
+
     def encode(self) -> bytes:
         """The body for a worker that prefills and decodes itself."""
         if self.resume is None and self.prompt_ids is None:
@@ -185,8 +210,10 @@ def _limit(fields: dict[str, msgspec.Raw], most: int) -> None:
         fields["max_completion_tokens"] = raw
 
 
-def parse_body(body: bytes, tenant: str = "") -> CompletionBody:
+def parse_body(body: bytes, tenant: str = "", path: str = "") -> CompletionBody:
     """Read the top level. A `tenant`'s requests share KV with no other's, whatever their salts.
+
+    The prompt of the other kind of completion is left out, if `path` is one's: workers ignore it.
 
     Raises:
         InvalidRequestError: not a JSON object in UTF-8, or `model`, `stream`, `tools` or
@@ -203,6 +230,10 @@ def parse_body(body: bytes, tenant: str = "") -> CompletionBody:
     if EXTRA_ARGUMENTS_FIELD in fields:
         _strip_nested(fields)
     _strip_no_tools(fields)
+    if path == COMPLETIONS_PATH and "messages" in fields:
+        del fields["messages"]
+    elif path == CHAT_COMPLETIONS_PATH and "prompt" in fields:
+        del fields["prompt"]
     if "messages" in fields:
         check_messages(bytes(fields["messages"]))
     if tenant:
@@ -233,7 +264,7 @@ def _bind_salt(fields: dict[str, msgspec.Raw], tenant: str) -> msgspec.Raw:
 
 def _strip_nested(fields: dict[str, msgspec.Raw]) -> None:
     try:
-        nested = _fields_decoder.decode(fields[EXTRA_ARGUMENTS_FIELD])
+        nested = _nested_decoder.decode(fields[EXTRA_ARGUMENTS_FIELD]) or {}
     except UNDECODABLE as exc:
         raise InvalidRequestError(
             f"{EXTRA_ARGUMENTS_FIELD} must be an object", param=EXTRA_ARGUMENTS_FIELD

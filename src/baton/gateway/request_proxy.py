@@ -365,7 +365,7 @@ class RequestProxy:
 
     def _usable(self, fleet: Fleet) -> Fleet:
         """Without the workers that cannot serve the request, or go on with its stream."""
-        return self._resumption.narrow(find_serving(fleet, self._body))
+        return self._resumption.narrow(find_serving(fleet, self._body), self._body)
 
     def _place_beside(self, fleet: Fleet) -> Placement | None:
         wanted = self._beside
@@ -379,7 +379,11 @@ class RequestProxy:
 
     async def _attempt(self, placement: Placement) -> None:
         body = self._with_ids(self._resumption.continued(self._body, placement), placement)
+        match, reports_cached = self._match, False
+        if match is not None and match.incomplete:
+            reports_cached = match.may_have_more((placement.prefill or placement.decode).id)
         if placement.prefill is None:
+            body = body.for_report() if reports_cached else body
             headers = self._headers(self._context)
             await self._send_decode_request(placement.decode, body.encode(), headers)
             return
@@ -392,6 +396,7 @@ class RequestProxy:
             prefill=prefill.protocol,
             decode=decode.protocol,
             num_prefix_tokens=placement.num_prefix_tokens,
+            reports_cached=reports_cached,
         )
         wanted = None
         record = self._resumption.record

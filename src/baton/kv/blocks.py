@@ -8,7 +8,7 @@ Every block is in exactly one state, and leaves it only by a move that names tha
 Blocks that a peer may write have one class for each state, so that the next step is a method:
 
     ReservedBlocks ─grant─► InFlightBlocks ─settle─► QuiescentBlocks ─accept─► list of ready blocks
-         │ (leaving)             └─quarantine─► QuarantinedBlocks          └─discard─► free
+         │ (leaving)             └─quarantine─► QuarantinedBlocks
          └─► free                                    └─release─► free
 
 Each guard can be used up once; it then holds nothing and refuses a second use.
@@ -198,19 +198,11 @@ class QuiescentBlocks(_Guard):
         """They are verified: ready, and the caller holds one reference on each.
 
         Raises:
-            BlockStateError: already accepted or discarded.
+            BlockStateError: already accepted.
         """
         blocks = self._transition(BlockState.READY)
         self._adopt(blocks)
         return blocks
-
-    def discard(self) -> None:
-        """They are not what was asked for: free them.
-
-        Raises:
-            BlockStateError: already accepted or discarded.
-        """
-        self._transition(BlockState.FREE)
 
 
 class QuarantinedBlocks(_Guard):

@@ -52,6 +52,16 @@ class Tool(msgspec.Struct, frozen=True):
     type: str = "function"
 
 
+class RepetitionDetection(msgspec.Struct, frozen=True):
+    """Which repetition in an answer ends it (vLLM's `RepetitionDetectionParams`)."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+ExtraArgument: TypeAlias = bool | str | int | float | list[str | int | float]
+
 VLLM_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({
     "tools": list[Tool],
     "tool_choice": str | Object,
@@ -74,6 +84,16 @@ VLLM_FIELDS: Final[Mapping[str, Any]] = MappingProxyType({
     "continue_final_message": bool,
     "chat_template": str,
     "documents": list[Object],
+    "return_token_ids": bool,
+    "return_tokens_as_token_ids": bool,
+    "return_prompt_text": bool,
+    "logprob_token_ids": list[int],
+    "thinking_token_budget": int,
+    "repetition_detection": RepetitionDetection,
+    "watermarking": bool,
+    "include_reasoning": bool,
+    "spaces_between_special_tokens": bool,
+    "vllm_xargs": dict[str, ExtraArgument],
 })
 """What vLLM serves and Baton's own engines do not, each with its type where it is not null."""
 
@@ -96,6 +116,9 @@ _OFF: Final[dict[str, tuple[object, ...]]] = {
     "repetition_penalty": (1,),
     "min_p": (0,),
     "add_generation_prompt": (True,),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "spaces_between_special_tokens": (True,),
     "modalities": (["text"],),
 }
 _MAX_SHOWN_CHARS: Final = 40

@@ -106,6 +106,20 @@ class ChatTemplate:
             ) from exc
 
 
+def template_variables(
+    given: Mapping[str, TemplateValue], reasoning_effort: str | None
+) -> Mapping[str, TemplateValue]:
+    """What a template gets of `chat_template_kwargs` and `reasoning_effort`: the same as in vLLM.
+
+    Some templates think only where they are asked to: an effort is that, unless the request names
+    `enable_thinking`.
+    """
+    if reasoning_effort is None:
+        return given
+    thinks = reasoning_effort != "none"
+    return {"enable_thinking": thinks, **given, "reasoning_effort": reasoning_effort}
+
+
 def load_chat_template(model: Path, clock: Clock) -> ChatTemplate | None:
     """Read the template of a model folder; None if the model has none.
 

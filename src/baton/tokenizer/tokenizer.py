@@ -48,11 +48,6 @@ class Tokenizer:
         )
         self.longest_token_chars = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return int(self._fast.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         """Token ids `[n]` of `text`; may take long: run it on a thread for long texts."""
         # A batch of one: only batches release the interpreter's lock, and "fast" skips offsets.

@@ -51,6 +51,16 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: msgspec.Raw = ABSENT
     chat_template: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
+    return_token_ids: msgspec.Raw = ABSENT
+    return_tokens_as_token_ids: msgspec.Raw = ABSENT
+    return_prompt_text: msgspec.Raw = ABSENT
+    logprob_token_ids: msgspec.Raw = ABSENT
+    thinking_token_budget: msgspec.Raw = ABSENT
+    repetition_detection: msgspec.Raw = ABSENT
+    watermarking: msgspec.Raw = ABSENT
+    include_reasoning: msgspec.Raw = ABSENT
+    spaces_between_special_tokens: msgspec.Raw = ABSENT
+    vllm_xargs: msgspec.Raw = ABSENT
     modalities: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
     prediction: msgspec.Raw = ABSENT

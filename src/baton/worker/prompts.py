@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
-from baton.engines.interface import EngineInfo, SamplingParams
+from baton.engines.interface import EngineInfo, SamplingDefaults, SamplingParams
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from baton.tokenizer.chat_template import ChatTemplate, TemplateMessage
+from baton.tokenizer.chat_template import ChatTemplate, TemplateMessage, template_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +128,9 @@ class PromptReader:
         messages = [_template_message(i, m) for i, m in enumerate(fields.messages)]
         prompt = self._known_prompt(fields)
         if prompt is None:
-            variables = fields.chat_template_kwargs or {}
+            variables = template_variables(
+                fields.chat_template_kwargs or {}, fields.reasoning_effort
+            )
             num_chars = sum(len(message.content or "") for message in messages)
             text = await self._run(num_chars, partial(self.template.render, messages, variables))
             # The template writes the special tokens itself.
@@ -218,7 +220,7 @@ class PromptReader:
         params = fields.kv_transfer_params
         return Generation(
             prompt_ids=prompt,
-            sampling=_sampling(fields, max_tokens, num_logprobs),
+            sampling=_sampling(fields, max_tokens, num_logprobs, self.info.sampling_defaults),
             stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             skip_special_tokens=fields.skip_special_tokens is not False,
             stream=fields.stream is True,
@@ -240,7 +242,10 @@ class PromptReader:
         return resume
 
     def _max_tokens(self, num_prompt: int, wanted: int | None, most_unasked: int) -> int:
-        """How many tokens the answer may have: what was asked for, or what there is room for."""
+        """How many tokens the answer may have: what was asked for, as far as there is room.
+
+        As in vLLM, more than the whole context is refused whatever the prompt.
+        """
         if num_prompt == 0:
             raise InvalidRequestError(
                 "the prompt has no tokens; send at least one",
@@ -249,9 +254,9 @@ class PromptReader:
             )
         limit = self.max_prompt_tokens
         room = limit - num_prompt
-        if room < (wanted or 1):
+        if room < 1 or (wanted or 0) > self.info.max_context_tokens:
             raise _too_long(limit, f"{num_prompt}", wanted, has_room=room > 0)
-        return wanted or min(room, most_unasked)
+        return min(room, wanted or most_unasked)
 
 
 def _not_a_part(reason: str) -> InvalidRequestError:
@@ -276,7 +281,7 @@ def _too_long(
 
 
 def _sampling(
-    fields: GenerationFields, max_tokens: int, num_logprobs: int | None
+    fields: GenerationFields, max_tokens: int, num_logprobs: int | None, defaults: SamplingDefaults
 ) -> SamplingParams:
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
@@ -288,9 +293,9 @@ def _sampling(
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=max(fields.top_k or 0, 0),
+        temperature=defaults.temperature if fields.temperature is None else fields.temperature,
+        top_p=defaults.top_p if fields.top_p is None else fields.top_p,
+        top_k=max(defaults.top_k if fields.top_k is None else fields.top_k, 0),
         seed=None if fields.seed is None else fields.seed & (2**63 - 1),
         num_logprobs=num_logprobs,
         ignore_eos=fields.ignore_eos is True,

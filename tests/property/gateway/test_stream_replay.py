@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,6 +167,34 @@ def test_the_tokens_that_are_kept_are_those_of_the_events_that_were_sent(
     assert record.read_token_ids() == [i for ids in tokens[:num_sent] for i in ids]
 
 
+@given(
+    st.lists(st.lists(st.integers(0, 9999), min_size=1, max_size=3), min_size=1, max_size=6),
+    st.data(),
+)
+def test_tokens_of_a_comment_without_its_event_are_known_where_a_replay_follows(
+    groups: list[list[int]], data: st.DataObject
+) -> None:
+    comment = b":" + b",".join(", ".join(map(str, group)).encode() for group in groups)
+    whole = comment + b'\ndata: {"choices":[{"index":0,"text":"a"}]}\n\n'
+    at = data.draw(st.integers(1, len(whole) - 1))
+    records = [StreamRecord(RecordBudget(1 << 20), 1 << 20) for _ in range(2)]
+    ids = [number for group in groups for number in group]
+    for has_events, record in enumerate(records):
+        record.begin(has_ids=True, has_events=bool(has_events))
+        assert record.take(whole[:at]) == b""
+        known = ids[: comment[:at].count(b",")] if has_events else []
+        assert record.read_token_ids() == known  # never a part of a number
+        assert record.num_ids == len(known)
+        assert record.take(whole[at:]) == whole[len(comment) + 1 :]
+        assert record.read_token_ids() == ids
+        sizes = [len(group) for group in groups]
+        assert record.read_group_sizes() == (sizes if max(sizes) > 1 else None)
+    again = records[1]
+    again.take(b":1,2")
+    again.begin(has_ids=True, has_events=True, replay=Replay(again.events))
+    assert again.read_token_ids() == [*ids, 1]
+
+
 @given(st.integers(0, 8), CUTS, CUTS, st.data())
 def test_a_replay_names_its_tokens_again(
     num_tokens: int, cuts: list[int], other_cuts: list[int], data: st.DataObject
@@ -194,6 +223,38 @@ def test_a_replay_names_its_tokens_again(
     assert record.read_token_ids() == list(range(num_tokens))
     texts = [json.loads(each[6:])["choices"][0]["text"] for each in split(sent)]
     assert texts == list(map(str, range(num_tokens)))
+
+
+@pytest.mark.parametrize("gap", ["", " "])
+def test_what_follows_a_replay_is_passed_on_as_it_is_under_the_first_name(gap: str) -> None:
+    def write(name: str, created: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish}
+        event = {"id": name, "created": created, "choices": [choice], "usage": None}
+        return b"data: " + json.dumps(event, separators=("," + gap, ":" + gap)).encode() + b"\n\n"
+
+    role = {"role": "assistant", "content": ""}
+    names = '"id":"b" "created":2'  # as a text, it is none of the head
+    record = StreamRecord(RecordBudget(1 << 20), 1 << 20)
+    record.begin(has_ids=False)
+    for delta in (role, {"content": "a"}):
+        record.take(write("a", 1, delta))
+    replay = Replay(record.events)
+    assert replay.take(write("b", 2, role) + write("b", 2, {"content": "a"})) == b""
+    for more in ({"content": names}, {"content": ""}):
+        assert replay.take(write("b", 2, more)) == write("a", 1, more)
+    end = write("b", 2, {}, "stop") + b"data: [DONE]\n\n"
+    assert replay.take(end) == write("a", 1, {}, "stop") + b"data: [DONE]\n\n"
+
+
+def test_of_several_choices_one_that_has_ended_stays_so() -> None:
+    def write(name: str, index: int, text: str, finish: str | None = None) -> bytes:
+        choice = {"index": index, "text": text, "finish_reason": finish}
+        return b"data: " + json.dumps({"id": name, "choices": [choice]}).encode() + b"\n\n"
+
+    replay = Replay(write("a", 0, "x") + write("a", 0, "", "stop") + write("a", 1, "y"))
+    assert replay.take(write("b", 0, "x") + write("b", 1, "y")) == b""
+    assert replay.take(write("b", 0, "", "stop")) == b""
+    assert replay.take(write("b", 1, "z")) == write("a", 1, "z")
 
 
 def split(events: bytes) -> list[bytes]:

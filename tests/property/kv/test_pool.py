@@ -174,12 +174,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.away["in_flight"].difference_update(blocks)
         self.held.update(blocks)
         with pytest.raises(BlockStateError):
-            guard.discard()
-
-    @rule(guard=consumes(quiescent))
-    def discard(self, guard: QuiescentBlocks) -> None:
-        self.away["in_flight"].difference_update(guard.blocks)
-        guard.discard()
+            guard.accept()
 
     @rule(guard=consumes(quarantined))
     def end_quarantine(self, guard: QuarantinedBlocks) -> None:

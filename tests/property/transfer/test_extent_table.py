@@ -1,4 +1,4 @@
-"""Room in a device, the table of its extents, and ranges to flush."""
+"""Room in a device, and the table of its extents."""
 
 from itertools import pairwise
 
@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.transfer.devices.flushing import coalesce
 from baton.transfer.devices.table import (
     COPY_BYTES,
     MAX_EXTENTS,
@@ -62,20 +61,3 @@ def test_the_largest_table_fits():
     )
     table = Table(1 << 62, LockPlace("b" * 64, 1 << 62, 1 << 62), extents)
     assert len(write_table(table)[1]) <= COPY_BYTES
-
-
-ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 40)), min_size=1, max_size=20)
-
-
-@given(ranges, st.sampled_from([1, 4, 16]))
-def test_coalesced_ranges_are_the_same_units_once(given_ranges, unit):
-    starts, lengths = np.array(given_ranges).T
-    wanted = {byte // unit for a, n in given_ranges for byte in range(a, a + n)}
-    found_starts, found_lengths = coalesce(starts, lengths, unit)
-    found = [
-        at // unit
-        for a, n in zip(found_starts.tolist(), found_lengths.tolist(), strict=True)
-        for at in range(a, a + n, unit)
-    ]
-    assert sorted(wanted) == found
-    assert (found_starts[1:] > (found_starts + found_lengths)[:-1]).all()

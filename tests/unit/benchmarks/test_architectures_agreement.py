@@ -61,9 +61,13 @@ def test_goodput_by_two_slos_is_left_out_and_said():
 
 def test_what_was_not_asked_alike_and_cells_of_one_side_are_said():
     a = find()
-    b = msgspec.structs.replace(find({"replicated": {"c1": 100}}), model="other", is_partial=True)
+    b = msgspec.structs.replace(
+        find({"replicated": {"c1": 100}}), model="other", is_partial=True, settle_s=9.0
+    )
     found = compare_findings(a, b)
-    assert [(u.field, u.is_asked) for u in found.unlike] == [("model", True)]
+    assert [(u.field, u.is_asked) for u in found.unlike] == [
+        ("model", True), ("seconds before each load", False),
+    ]  # fmt: skip
     assert "1P1D, c8: measured in A alone" in found.left_out
     assert any(line.startswith("B is partial") for line in found.left_out)
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from baton.clock import MachineClock
 from baton.engines.checkpoint import compute_fingerprint, fingerprint_checkpoint
-from baton.engines.interface import ENGINES, EngineContext
+from baton.engines.interface import ENGINES, EngineContext, SamplingDefaults
 from baton.engines.transformers import loading
 from baton.engines.transformers.loading import load_model, verify_paged_attention
 from baton.engines.transformers.options import TransformersOptions
@@ -63,6 +63,21 @@ def test_a_folder_becomes_a_model(checkpoint: Path) -> None:
     assert loaded.eos_token_ids == (2,)
     assert len(loaded.fingerprint) == 64
     assert loaded.fingerprint == fingerprint_checkpoint(checkpoint)  # as every other engine has it
+
+
+def test_the_checkpoints_sampling_defaults_are_those_that_its_file_states(
+    copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_model(copy, OPTIONS).sampling_defaults == SamplingDefaults()  # not transformers'
+    assert "cannot apply" not in caplog.text
+    stated = {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
+    (copy / "generation_config.json").write_text(json.dumps(stated))
+    got = load_model(copy, OPTIONS).sampling_defaults
+    assert got == SamplingDefaults(temperature=0.7, top_k=20)
+    assert "repetition_penalty = 1.05, which this engine cannot apply" in caplog.text
+    (copy / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
+    with pytest.raises(ConfigError, match=r"cannot be used: .*top_p"):
+        load_model(copy, OPTIONS)
 
 
 def test_the_engine_is_found_by_its_kind_and_says_what_it_is(checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from baton.engines.vllm.arguments import (
 )
 from baton.engines.vllm.options import VllmOptions, read_options, require_cpu_block_size
 from baton.errors import ConfigError
+from baton.events.subscriber import MAX_QUEUED_REPLAYS
 
 RUN = Path("/run/user/7/baton/worker-81")
 
@@ -157,7 +158,25 @@ def test_events_are_published_where_only_this_user_may_look():
     assert (events["endpoint"], events["replay_endpoint"]) == event_endpoints(RUN)
     assert events["endpoint"] == f"ipc://{RUN}/events"
     assert events["topic"] == "kv@w"
+    assert 10_000 < events["buffer_steps"] < MAX_QUEUED_REPLAYS, "more than by itself, and no loss"
     assert value_of(arguments(kv_events=False), "--kv-events-config") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "publishes"),
+    [
+        (("--data-parallel-rank=1",), False),
+        (("--data_parallel_rank", "1"), False),
+        (("-dpn", "2"), False),
+        (("--data-parallel-rank", "0"), True),
+        (("--data-parallel-size", "1"), True),
+    ],
+)
+def test_a_further_data_parallel_rank_publishes_no_events_at_a_path(words, publishes, caplog):
+    """vLLM adds its rank to a port; given a path, it does not start."""
+    events = value_of(arguments(arguments=words), "--kv-events-config")
+    assert (events is not None) is publishes
+    assert len(caplog.records) == (not publishes)
 
 
 def environment(platform="cpu", cores=(0, 1, 2, 3), level="info", **options):

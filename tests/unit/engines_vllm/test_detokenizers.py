@@ -40,7 +40,7 @@ def test_an_answer_that_ends_within_a_character_has_another_text() -> None:
     own = load_tokenizer(DEMO_MODEL_PATH)
     request = Request(sampling_params.SamplingParams(max_tokens=1))
     num_unfinished = 0
-    for token in range(own.vocab_size):
+    for token in range(len(fast)):
         theirs = detokenizer.FastIncrementalDetokenizer(fast, request)
         theirs.update([token], stop_terminated=False)
         text = theirs.get_next_output_text(finished=True, delta=False)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from baton.engines.vllm import resumed_streams
-from baton.engines.vllm.resumed_streams import CARRIED_ON, find_obstacle
+from baton.engines.vllm.resumed_streams import CARRIED_ON, find_obstacle, restore
+from baton.engines.vllm.stream_tokens import StreamTokens
 from tests.lazy_modules import LazyModule, skip_without_vllm
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 
@@ -90,3 +95,58 @@ def test_with_logits_processors_that_vllm_loads_unasked_streams_do_not_go_on(
     assert resumed_streams._is_plain(engine) is not bool(installed)
     resumed_streams._has_plugins.cache_clear()
     assert asked == [logits_processors.LOGITSPROCS_GROUP]
+
+
+class RecordedState:
+    """As vLLM's `RequestState`: what it is given, in the order in which that comes."""
+
+    def __init__(self) -> None:
+        self.detokenizer = self
+        self.given: list[object] = []
+
+    def update(self, token_ids: list[int], stop_terminated: bool) -> None:
+        assert not stop_terminated
+        self.given.append(token_ids)
+
+    def make_request_output(self, token_ids: list[int], *_: object) -> list[int]:
+        return token_ids
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([2, 1], [[5, 6], [7]]),
+        (None, [[5], [6], [7]]),
+        ([2, 2], [[5], [6], [7]]),  # not of these tokens
+    ],
+)
+def test_an_answer_is_restored_in_the_groups_in_which_it_was_generated(
+    sizes: list[int] | None, groups: list[list[int]]
+) -> None:
+    resume = {"token_ids": [5, 6, 7]} | ({} if sizes is None else {"group_sizes": sizes})
+    params = make_params(extra_args={"kv_transfer_params": {"baton_resume": resume}})
+    state = RecordedState()
+    given, read = resumed_streams._take_given(params, 100)
+    assert restore(state, given, read) == state.given == groups
+
+
+def test_tokens_without_events_are_named_after_a_few() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["body"])
+
+    async def generate() -> AsyncGenerator[Any, None]:
+        for number in range(12):
+            output = SimpleNamespace(token_ids=[number])
+            yield SimpleNamespace(outputs=[output], finished=number == 11)
+
+    async def read_all() -> list[int]:
+        stream = StreamTokens(send=send)
+        stream.begin((), 9)
+        return [
+            o.outputs[0].token_ids[0] async for o in resumed_streams._report(stream, generate())
+        ]
+
+    assert asyncio.run(read_all()) == list(range(12))
+    assert sent == [b":0,1,2,3,", b"4,5,6,7,"]

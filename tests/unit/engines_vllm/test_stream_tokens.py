@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 ASKED = [(b"x-baton-token-ids", b"1")]
 GOES_ON = [*ASKED, (b"x-baton-prompt-tokens", b"9")]
 EVENT = b'data: {"choices":[]}\n\n'
+NAME = object()
 
 
 def serve(
     headers: list[tuple[bytes, bytes]], steps: list[Any], given: Any = (), *, num_answers: int = 1
 ) -> list[Message]:
-    """The messages of a stream; of its steps, lists are tokens, bytes are bodies.
+    """The messages of a stream; of its steps, lists are outputs' tokens, bytes are bodies.
+
+    `NAME` names tokens that have no event.
 
     An answer that cannot go on (`given` None) is sampled with the client's seed.
     """
@@ -36,6 +39,8 @@ def serve(
         for step in steps:
             if isinstance(step, bytes):
                 await send({"type": "http.response.body", "body": step, "more_body": True})
+            elif stream is not None and step is NAME:
+                await stream.name_pending()
             elif stream is not None:
                 stream.add(step)
 
@@ -60,6 +65,21 @@ def test_an_event_names_the_tokens_since_the_one_before() -> None:
         b": ping\n\n",
         b":7\n" + EVENT,
     ]
+    assert all(body["more_body"] for body in bodies)
+
+
+def test_tokens_that_were_one_output_are_named_so() -> None:
+    _, *bodies = serve(ASKED, [[5, 6], [], [7], EVENT, [8], EVENT])
+    assert [body["body"] for body in bodies] == [b":5, 6,7\n" + EVENT, b":8\n" + EVENT]
+
+
+@pytest.mark.parametrize("next_part", [EVENT, b": ping\n\n"])
+def test_tokens_without_an_event_are_named_in_a_comment_that_goes_on(next_part: bytes) -> None:
+    """A gateway that knows whole comments alone waits for its end, and reads it as one."""
+    steps = [EVENT, [5], [6], NAME, b"", [7, 8], [9], NAME, next_part, [10], EVENT]
+    _, *bodies = serve(ASKED, steps)
+    parts = [b":5,", b"", b"6,7, 8,", b"9\n" + next_part, b":10\n" + EVENT]
+    assert [body["body"] for body in bodies] == [EVENT, *parts]
     assert all(body["more_body"] for body in bodies)
 
 

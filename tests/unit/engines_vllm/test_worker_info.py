@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
-from baton.engines.vllm.identity import Identity, ModelFacts, RankFacts, describe_worker
+import pytest
+
+from baton.engines.vllm.identity import (
+    Identity,
+    ModelFacts,
+    RankFacts,
+    describe_worker,
+    read_model_facts,
+)
+from baton.engines.vllm.options import ConnectorOptions
 from baton.ids import Epoch, WorkerId
 from baton.kv.layout import KVLayout
 
@@ -39,3 +50,33 @@ def test_a_server_whose_clients_are_gateways_takes_unsigned_tickets() -> None:
     for is_so in (False, True):
         model = replace(MODEL, takes_unsigned_tickets=is_so)
         assert describe_worker(IDENTITY, model, {0: PLAIN}).takes_unsigned_tickets is is_so
+
+
+@pytest.mark.parametrize(
+    ("rank", "configured", "announced"),
+    [
+        (0, ("tcp://*:5557", "tcp://*:5600"), ("tcp://*:5557", "tcp://*:5600")),
+        (2, ("tcp://*:5557", "tcp://*:5600"), ("tcp://*:5559", "tcp://*:5602")),
+        (2, ("tcp://[::]:5557", None), ("tcp://[::]:5559", None)),
+        (0, ("ipc:///run/a:1", "ipc:///run/b"), ("ipc:///run/a:1", "ipc:///run/b")),
+    ],
+)
+def test_each_data_parallel_rank_is_followed_where_it_publishes(
+    rank: int, configured: tuple[str, str | None], announced: tuple[str, str | None]
+) -> None:
+    events = SimpleNamespace(
+        enable_kv_cache_events=True, publisher="zmq", topic="kv",
+        endpoint=configured[0], replay_endpoint=configured[1],
+    )  # fmt: skip
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="/m", served_model_name="m", max_model_len=9, enable_sleep_mode=False
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=1, max_num_batched_tokens=1),
+        parallel_config=SimpleNamespace(data_parallel_index=rank),
+        kv_events_config=events,
+        lora_config=None,
+    )
+    source = read_model_facts(config, ConnectorOptions()).kv_events
+    assert source is not None
+    assert (source.endpoint, source.replay_endpoint) == announced

@@ -33,3 +33,12 @@ def test_keys_that_could_not_be_read_are_read_though_their_file_has_the_same_ver
     clock.advance(RELOAD_INTERVAL_S)
     with pytest.raises(UnauthorizedError):
         clients.authenticate(headers)
+
+
+@pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER  "])
+def test_the_schemes_case_and_spaces_do_not_count(tmp_path: Path, scheme: str) -> None:
+    path = tmp_path / "clients.json"
+    text, kept = make_key("acme")
+    write_keys(path, (kept,))
+    shown = [(b"authorization", f"{scheme}{text}".encode())]
+    assert Clients(path, ManualClock()).authenticate(shown).key == kept

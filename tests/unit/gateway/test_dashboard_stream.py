@@ -27,6 +27,8 @@ class Series:
 class Builder:
     def __init__(self) -> None:
         self.num_ticks = self.num_links = 0
+        self.may_make = asyncio.Event()
+        self.may_make.set()
 
     def history(self) -> Number:
         return Number(-1)
@@ -35,9 +37,11 @@ class Builder:
         self.num_ticks += 1
         return Number(point)
 
-    def links(self) -> Number:
+    async def links(self) -> Number:
         self.num_links += 1
-        return Number(self.num_links)
+        number = self.num_links
+        await self.may_make.wait()
+        return Number(number)
 
 
 class Viewer:
@@ -162,5 +166,25 @@ def test_a_snapshot_that_fails_is_tried_again(caplog) -> None:
         builder.tick = make  # type: ignore[method-assign]
         num = len(viewer.ticks())
         await until(lambda: len(viewer.ticks()) > num)
+
+    run(scenario)
+
+
+def test_a_snapshot_that_takes_long_holds_up_no_other_task_and_is_never_an_old_one() -> None:
+    async def scenario(stream: DashboardStream, series: Series, builder: Builder) -> None:
+        builder.may_make.clear()
+        first, second = Viewer(stream), Viewer(stream)
+        await until(lambda: second.num_sent == 2)
+        await until(lambda: builder.num_links == 2)
+        for viewer in (first, second):
+            viewer.leaves.set()
+        assert first.num_sent == 0
+        assert second.num_sent == 2, "nothing is sent before there is something"
+        builder.may_make.set()
+        await first.task
+        await second.task
+        third = Viewer(stream)
+        await until(third.ticks)
+        assert b'"number":3' in third.body.partition(b"event: links")[2]
 
     run(scenario)

@@ -23,7 +23,7 @@ NAME = "dns:decode=workers.example:8100"
 def setup(text: str = NAME) -> SourceSetup:
     clock = MachineClock()
     argument = text.partition(":")[2]
-    return SourceSetup(argument, SourceStatus(text, clock), clock, 0.001, "control")
+    return SourceSetup(argument, SourceStatus(text, clock), 0.001, "control")
 
 
 @pytest.mark.parametrize(

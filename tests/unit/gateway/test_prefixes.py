@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from baton.config.sections import AlertsSection
+from baton.events.blocks import DEFAULT_MEDIUM, BlockStored, EventDomain, pack_ids
 from baton.gateway.alerts.observations import Observations
 from baton.gateway.alerts.rules import AlertRules
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.workers import Workers
+from baton.ids import WorkerId
 from baton.protocol.alerts import AlertName
+from baton.router.prefix_index import PrefixIndex
 from baton.testing.clocks import ManualClock
+
+
+def test_blocks_that_found_no_room_are_counted() -> None:
+    metrics = GatewayMetrics()
+    prefixes = Prefixes(Workers([], metrics), {}, ManualClock(), metrics.registry)
+    refused = "baton_router_refused_blocks_total"
+    assert metrics.registry.get_sample_value(refused) == 0
+    worker = prefixes.follow("demo", WorkerId("w"))
+    prefixes._models["demo"]._indexes[16] = PrefixIndex(max_blocks=2)
+    hashes, ids = tuple(range(5)), pack_ids(range(80))
+    worker.apply(BlockStored(EventDomain("test"), hashes, None, ids, 16, DEFAULT_MEDIUM, 0))
+    assert metrics.registry.get_sample_value(refused) == 3
+    prefixes.close()
 
 
 def test_hits_that_were_not_predicted_do_not_hide_those_that_failed() -> None:

@@ -67,6 +67,22 @@ def test_ids_are_the_workers(path, fields):
     assert ids_at_the_gateway(tokenizer, fields) == expected  # remembered
 
 
+def test_a_template_gets_the_effort_as_a_workers_does(tmp_path):
+    shutil.copy(DEMO_MODEL_PATH / "tokenizer.json", tmp_path)
+    source = "{{ reasoning_effort | default('-') }}|{{ enable_thinking | default('-') }}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    tokenizer = PromptTokenizer(tmp_path, ManualClock(), THREADS)
+    for effort, kwargs, text in (
+        (None, {}, "-|-"),
+        ("high", {}, "high|True"),
+        ("none", {}, "none|False"),
+        ("low", {"enable_thinking": False, "reasoning_effort": "max"}, "low|False"),
+    ):
+        fields = {"messages": SHORT, "reasoning_effort": effort, "chat_template_kwargs": kwargs}
+        expected = {"prompt": text, "add_special_tokens": False}
+        assert ids_at_the_gateway(tokenizer, fields) == ids_at_the_worker("completions", expected)
+
+
 def test_tools_calls_and_results_reach_the_template(tmp_path):
     shutil.copy(DEMO_MODEL_PATH / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(

@@ -12,6 +12,8 @@ from baton.gateway.request import (
     parse_body,
     request_id_from,
 )
+from baton.protocol.prompt_bounds import MAX_IDS
+from baton.protocol.worker_http import CHAT_COMPLETIONS_PATH, COMPLETIONS_PATH
 
 FORGED = '{"baton_ticket":"forged","remote_host":"10.0.0.1"}'
 
@@ -49,6 +51,23 @@ def test_fields_of_vllm_have_their_types(name, value):
         ("min_p", "0", False),
         ("min_p", "0.5", True),
         ("logit_bias", '{"17":-100}', True),
+        ("return_token_ids", "true", True),
+        ("return_token_ids", "false", False),
+        ("return_tokens_as_token_ids", "true", True),
+        ("return_prompt_text", "true", True),
+        ("logprob_token_ids", "[1,2]", True),
+        ("logprob_token_ids", "[]", False),
+        ("thinking_token_budget", "10", True),
+        ("thinking_token_budget", "0", True),
+        ("thinking_token_budget", "-1", False),
+        ("repetition_detection", '{"max_pattern_size":3,"min_count":3}', True),
+        ("watermarking", "true", True),
+        ("include_reasoning", "false", True),
+        ("include_reasoning", "true", False),
+        ("spaces_between_special_tokens", "false", True),
+        ("spaces_between_special_tokens", "true", False),
+        ("vllm_xargs", '{"a":[1,"b"]}', True),
+        ("vllm_xargs", '{"kv_transfer_params":{}}', False),
     ],
 )
 def test_fields_that_only_vllm_serves(name, value, is_on):
@@ -115,6 +134,30 @@ def test_what_is_not_utf_8_is_the_clients_fault(field):
 def test_harmless_extra_arguments_are_kept():
     body = b'{"model":"m","vllm_xargs":{"kv_transfer_params":1,"a":[1,2]}}'
     assert json.loads(parse_body(body).encode())["vllm_xargs"] == {"a": [1, 2]}
+
+
+def test_no_extra_arguments_are_none():
+    body = parse_body(b'{"model":"m","vllm_xargs":null}')
+    assert find_vllm_field(body) is None
+    assert json.loads(body.encode())["vllm_xargs"] == {}
+
+
+def test_the_prompt_of_the_other_kind_of_completion_is_left_out():
+    body = b'{"model":"m","prompt":"a","messages":[{"role":"user","content":"b"}]}'
+    assert parse_body(body).fields.keys() == {"model", "prompt", "messages"}
+    assert parse_body(body, "", COMPLETIONS_PATH).fields.keys() == {"model", "prompt"}
+    assert parse_body(body, "", CHAT_COMPLETIONS_PATH).fields.keys() == {"model", "messages"}
+
+
+def test_token_ids_that_are_cut_off_may_be_more_than_the_context_holds():
+    fields = {"model": "m", "prompt": [5] * 65}
+    with pytest.raises(ContextLengthError):
+        parse_body(json.dumps(fields).encode()).check_ids(lambda: 64)
+    cut = {**fields, "truncate_prompt_tokens": 5}
+    parse_body(json.dumps(cut).encode()).check_ids(lambda: 64)
+    cut["prompt"] = [5] * (MAX_IDS + 1)
+    with pytest.raises(InvalidRequestError):
+        parse_body(json.dumps(cut).encode()).check_ids(lambda: 64)
 
 
 def test_a_field_deeper_down_is_the_clients_own():

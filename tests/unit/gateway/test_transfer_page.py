@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import asyncio
+import tracemalloc
+
+import msgspec
 import pytest
 
 from baton.auth.credentials import Credentials
@@ -7,7 +11,7 @@ from baton.auth.key import ClusterKey
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.rank_reports import merge_transfers
-from baton.gateway.transfer_feed import WINDOW_S, ReportHistory, TransferFeed
+from baton.gateway.transfer_feed import WINDOW_S, TransferFeed
 from baton.gateway.transfer_page import MOST_LISTED, TransferPage, TransferPageReply
 from baton.gateway.upstream import Upstream
 from baton.gateway.workers import Worker, Workers
@@ -65,12 +69,12 @@ class Fleet:
         self.tables[decode].handoff(trace, labels, landed)
 
     def report(self, name: str, report: TransferReport | None = None) -> None:
-        history = self.feed.histories.setdefault(self.workers[name], ReportHistory())
         merged = merge_transfers({0: report or self.tables[name].report()}, self.tables.keys())
-        history.add(merged, self.clock.now())
+        self.feed.reports[self.workers[name]] = merged
+        asyncio.run(self.feed.note_reports())
 
     def show(self) -> TransferPageReply:
-        return self.page.show()
+        return asyncio.run(self.page.show())
 
 
 def test_a_pair_has_its_figures_since_the_start_and_of_the_last_minute() -> None:
@@ -265,3 +269,77 @@ def test_what_was_lost_between_two_workers_is_of_the_last_minute() -> None:
     assert fleet.feed.find_lost_share(fleet.workers["d0"], "p0") is None
     fleet.clock.advance(WINDOW_S)
     assert fleet.feed.find_lost_share(sender, "d0") is None, "nothing was sent"
+
+
+def test_only_the_latest_report_of_a_worker_is_kept_decoded() -> None:
+    fleet = Fleet("d0")
+    for number in range(8):
+        for took_s in range(1, 50):
+            fleet.handoff("d0", took_s / 25, f"p{number}")
+    bodies = [msgspec.json.encode(fleet.tables["d0"].report())]
+    for _ in range(12):
+        fleet.handoff("d0", 1.0)
+        bodies.append(msgspec.json.encode(fleet.tables["d0"].report()))
+    tracemalloc.start()
+    fleet.report("d0", msgspec.json.decode(bodies[0], type=TransferReport))
+    one_bytes, _ = tracemalloc.get_traced_memory()
+    for body in bodies[1:]:
+        fleet.clock.advance(5.0)
+        fleet.report("d0", msgspec.json.decode(body, type=TransferReport))
+    all_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert all_bytes < 4 * one_bytes
+    assert sum(pair.recent.num for pair in fleet.show().handoffs) == 12
+
+
+def test_the_report_of_many_ranks_may_be_larger_than_that_of_one() -> None:
+    fleet = Fleet("d0")
+    tables = [TransferTable(Epoch(f"{rank}" * 32), fleet.clock) for rank in range(8)]
+    for _ in range(2):
+        for rank, table in enumerate(tables):
+            for number in range(MAX_ENTRIES // 6):
+                peer = f"{rank}-p{number}"
+                outcome = Outcome(peer, "same_rack", "tcp", "pull", 1, MIB, 0.1, 0.2, refined=True)
+                table.link(outcome, LinkLabels("same_rack", "tcp", "READ"))
+        merged = merge_transfers({n: table.report() for n, table in enumerate(tables)}, ())
+        fleet.feed.reports[fleet.workers["d0"]] = merged
+        asyncio.run(fleet.feed.note_reports())
+    (distance,) = fleet.show().links_by_distance
+    assert (distance.num_links, distance.recent.num) == (8 * (MAX_ENTRIES // 6),) * 2
+
+
+def test_streams_go_on_while_the_page_is_computed() -> None:
+    names = [f"d{n}" for n in range(10)]
+    fleet = Fleet(*names)
+    for name in names:
+        for number in range(20):
+            fleet.handoff(name, 0.1, f"p{number}")
+        fleet.report(name)
+    turns = 0
+
+    async def scenario() -> None:
+        async def stream() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(stream())
+        first = await fleet.page.show()
+        num_turns = turns
+        assert await fleet.page.show() == first
+        assert turns - num_turns < num_turns, "what is known of each worker is not computed again"
+        other.cancel()
+
+    asyncio.run(scenario())
+    assert turns > 2 * len(names)
+
+
+def test_figures_stay_from_one_report_to_the_next() -> None:
+    fleet = Fleet("d0")
+    for took_s in (0.1, 0.2, 0.3):
+        fleet.handoff("d0", took_s)
+        fleet.report("d0")
+        fleet.clock.advance(WINDOW_S / 2)
+    (pair,) = fleet.show().handoffs
+    assert (pair.total.num, pair.recent.num) == (3, 2)

@@ -82,6 +82,16 @@ def test_a_vllm_server_is_asked_to_compute_no_more_than_what_it_hands_over():
     assert bodies.decode == decode_body(body(), "t")
 
 
+def test_a_server_that_computes_is_asked_to_report_what_it_has_cached():
+    plain, asked = body(vllm_xargs={"a": 1}), {"a": 1, "kv_cache_report_mode": "full"}
+    bodies = request_bodies(plain, "t", prefill="vllm", decode="vllm", reports_cached=True)
+    assert json.loads(bodies.prefill)["vllm_xargs"] == asked
+    assert bodies.decode == decode_body(plain, "t"), "it may wait, and would report in each step"
+    assert json.loads(body(vllm_xargs=None).for_report().encode())["vllm_xargs"] == {
+        "kv_cache_report_mode": "full"
+    }
+
+
 def test_clients_get_an_answer_without_what_servers_hand_to_each_other():
     answer = b'{"id":"x","kv_transfer_params":{"a":1},"choices":[1.50],"ec_transfer_params":null}'
     assert client_answer(answer) == b'{"id":"x","choices":[1.50]}'

@@ -157,15 +157,6 @@ def test_blocks_of_an_aborted_handoff_are_not_reused_before_they_are_still() -> 
     assert (pool.num_free, pool.num_quarantined) == (2, 0)
 
 
-def test_blocks_that_fail_verification_are_discarded() -> None:
-    pool = BlockPool(2)
-    reserved = pool.try_reserve(2)
-    assert reserved is not None
-    reserved.grant().settle().discard()
-    assert pool.num_free == 2
-    pool.check_invariants()
-
-
 def test_a_used_up_guard_refuses_a_second_use() -> None:
     pool = BlockPool(2)
     reserved = pool.try_reserve(1)

@@ -133,7 +133,9 @@ def table(of, title):
 def test_text_of_others_cannot_steer_a_terminal():
     hostile = "\x1b[2J\x1b]0;x\x07a\nb[bold]"
     of = snapshot(
-        workers=WorkersPage((Worker(hostile, hostile, "down", hostile, hostile * 50),)),
+        workers=WorkersPage(
+            (Worker(hostile, hostile, "down", hostile, hostile * 50),), (hostile * 50,)
+        ),
         requests=RequestsPage((Request(hostile, 200, hostile, None),)),
         state=hostile,
         missing={"/metrics": hostile, "/alerts": hostile},
@@ -144,6 +146,13 @@ def test_text_of_others_cannot_steer_a_terminal():
     assert all(line.isprintable() for line in text)
     assert max(map(len, text)) < 300
     assert "not shown" in table(of, "alerts").note
+
+
+def test_a_source_of_workers_that_fails_is_shown_beside_the_workers_that_stay():
+    problem = "dns://w: cannot be read (refused)"
+    of = snapshot(workers=WorkersPage((Worker("http://w", "both", "up"),), (problem,)))
+    assert [line for line in describe_traffic(of) if problem in line]
+    assert not [line for line in describe_traffic(snapshot()) if "source" in line]
 
 
 def test_workers_are_sorted_by_what_they_have_to_do():

@@ -133,12 +133,13 @@ def label_sets(registry: CollectorRegistry) -> list[tuple[str, ...]]:
 def test_sets_of_labels_of_handoffs_without_a_failure_exist_from_the_start(
     metrics: WorkerMetrics, registry: CollectorRegistry
 ) -> None:
-    usual = {
+    all_usual = [
         (distance, transport, mode, operation)
         for mode, operation in (("push", "WRITE"), ("pull", "READ"))
         for transport, distances in (("shared", DISTANCES[:2]), ("tcp", DISTANCES))
         for distance in distances
-    }
+    ]
+    usual = set(all_usual[: MAX_LABEL_SETS // 2 - 1])
     assert set(label_sets(registry)) == usual | {("other",) * 4}
     metrics.landed(landed("same_rack", "tcp", "pull", "WRITE"))
     metrics.landed(landed(None, "tcp", "push", "WRITE"))
@@ -177,17 +178,42 @@ def test_a_worker_has_fewer_than_2000_series_whatever_it_is_configured_for_and_s
     assert 1000 < len(samples) < 1900, "100 are for the engine, the store and others"
 
 
+def test_handoffs_over_any_of_several_transports_are_counted_by_their_own_labels() -> None:
+    transports, local = ("shared", "nixl", "tcp"), frozenset({"shared"})
+    registry = CollectorRegistry()
+    metrics = make_metrics(
+        registry, ReceivePaths(transports, local, ("push", "pull", "reference"), "READ")
+    )
+    occurring = {
+        (distance, transport, mode, "READ")
+        for distance, transport in (
+            ("same_rack", "nixl"),
+            ("same_zone", "nixl"),
+            ("same_zone", "tcp"),
+        )
+        for mode in ("push", "pull")
+    }
+    for distance, transport, mode, operation in occurring:
+        metrics.landed(landed(distance, transport, mode, operation))
+    assert occurring <= set(label_sets(registry))
+    other = dict.fromkeys(("distance", "transport", "mode", "operation"), "other")
+    assert registry.get_sample_value("baton_handoff_received_bytes_total", other) == 0
+
+
 def test_the_report_by_pair_has_a_handoffs_labels_also_where_the_metrics_have_no_room() -> None:
     paths = ReceivePaths(
         ("cuda_ipc", "shared", "nixl", "tcp"), frozenset({"cuda_ipc", "shared"}), ("push", "pull")
     )
     registry, table = CollectorRegistry(), TransferTable(Epoch("1" * 32), ManualClock())
     metrics = make_metrics(registry, paths, table)
+    for distance in DISTANCES:
+        metrics.landed(landed(distance, "tcp", "push", "WRITE"))
+        metrics.landed(landed(distance, "nixl", "pull", "READ"))
     assert len(label_sets(registry)) == MAX_LABEL_SETS
     trace = landed("cross_zone", "tcp", "pull", "READ")
     trace.expected_transport = "nixl"
     metrics.landed(trace)
-    (entry,) = table.report().handoffs
+    *_, entry = table.report().handoffs
     found = entry.distance, entry.transport, entry.mode, entry.operation
     assert found == ("cross_zone", "tcp", "pull", "READ")
     assert entry.last_mismatch is not None

@@ -242,14 +242,13 @@ def test_bytes_locked_by_a_stranger_to_the_table_are_not_taken(device):
 def test_the_default_is_a_memfd(device):
     assert choose_allocation({}) is allocate_shared_region
     assert choose_allocation({"tcp": {}, "shared": {}}) is allocate_shared_region
-    table = {"path": device.path, "flush": "msync"}
-    region = choose_allocation({"shared": {"device": table}})(SHAPES)
+    region = choose_allocation({"shared": {"device": {"path": device.path}}})(SHAPES)
     assert find_extent(region).extent.start == 2 * MIB
     release_region(region)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{}, {"path": ""}, {"path": "x", "flush": "clwb"}, {"pth": "x"}, 7]
+    "wrong", [{}, {"path": ""}, {"path": "x", "flush": "msync"}, {"pth": "x"}, 7]
 )
 def test_options_that_make_no_sense_are_refused_by_both_ends(wrong):
     options = {"device": wrong}

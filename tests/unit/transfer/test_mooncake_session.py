@@ -1,6 +1,7 @@
 """Mooncake's process, where it cannot be started, or reports what is not so."""
 
 import os
+import select
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from baton.clock import MachineClock
 from baton.config.sections import HandoffSection
 from baton.errors import TransferError
-from baton.net.framing import encode
+from baton.net.framing import decode, encode
 from baton.testing.clocks import ManualClock
 from baton.transfer.region import allocate_shared_region, release_region
 from baton.transfer.transports.mooncake import session as mooncake
@@ -86,6 +87,14 @@ def test_a_process_that_has_started_describes_its_region_next(session, region):
     say(session, Started(), Started(), Registered(1, 4096))
     with pytest.raises(TransferError, match="no region"):
         session.get_metadata(region)
+
+
+def test_what_a_session_is_prepared_by_is_readable_once_the_process_has_started(session, region):
+    fd = session.prepare(region)
+    assert select.select([fd], [], [], 0)[0] == []
+    say(session, Started(), Registered(1, 4096))
+    assert select.select([fd], [], [], 0)[0] == [fd]
+    assert decode(mooncake._metadata, session.get_metadata(region)).port == 1
 
 
 def test_the_whole_start_is_waited_for_no_longer_than_that(monkeypatch, region):

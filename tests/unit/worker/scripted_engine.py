@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 KEY = Credentials.of(ClusterKey(b"k" * 32))
 EPOCH = Epoch("e" * 32)
 TOKENIZER = load_tokenizer(DEMO_MODEL_PATH)
+VOCAB_SIZE = 4096
 LAYOUT = KVLayout.gqa(num_layers=2, num_kv_heads=2, head_dim=32, block_size=16, dtype="float32")
 Script = Callable[["ScriptedEngine", GenerationRequest], None]
 
@@ -96,7 +97,7 @@ class ScriptedEngine:
             layout=LAYOUT,
             num_blocks=64,
             max_context_tokens=max_context_tokens,
-            vocab_size=TOKENIZER.vocab_size,
+            vocab_size=VOCAB_SIZE,
             eos_token_ids=(1,),
         )
         self.first_tokens = FirstTokens()

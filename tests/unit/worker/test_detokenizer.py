@@ -8,7 +8,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from baton.tokenizer.tokenizer import Tokenizer
 from baton.worker.output_processor import MAX_PENDING_TOKENS, REPLACEMENT, IncrementalDetokenizer
-from tests.unit.worker.scripted_engine import TOKENIZER, token_ids
+from tests.unit.worker.scripted_engine import TOKENIZER, VOCAB_SIZE, token_ids
 
 
 def stream(tokens: list[int], prompt: list[int] | None = None) -> list[str]:
@@ -24,7 +24,7 @@ def test_pieces_are_the_text_and_never_a_part_of_a_character(text: str) -> None:
     assert REPLACEMENT not in "".join(pieces)
 
 
-@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=60))
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=60))
 def test_any_tokens_give_text_and_each_piece_comes_soon(tokens: list[int]) -> None:
     pieces = stream(tokens)
     "".join(pieces).encode()
@@ -37,7 +37,7 @@ def test_any_tokens_give_text_and_each_piece_comes_soon(tokens: list[int]) -> No
 
 def test_what_was_emitted_does_not_change_when_garbage_turns_into_a_character() -> None:
     # Bytes of "é" after a long run of lone continuation bytes.
-    byte = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size)}
+    byte = {TOKENIZER.token_bytes(i): i for i in range(VOCAB_SIZE)}
     garbage = [byte[b"\x80"]] * (MAX_PENDING_TOKENS + 2)
     text = "".join(stream([*garbage, byte[b"\xc3"], byte[b"\xa9"], *token_ids(" fine")]))
     assert text.endswith(" fine")

@@ -7,12 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from baton.engines.interface import SamplingDefaults
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from baton.models import DEMO_MODEL_PATH
 from baton.testing.clocks import ManualClock
-from baton.tokenizer.chat_template import load_chat_template
+from baton.tokenizer.chat_template import ChatTemplate, load_chat_template
 from baton.worker.fields import parse_chat, parse_completion
 from baton.worker.prompts import (
     DEFAULT_COMPLETION_TOKENS,
@@ -20,7 +22,13 @@ from baton.worker.prompts import (
     Generation,
     PromptReader,
 )
-from tests.unit.worker.scripted_engine import TOKENIZER, ScriptedEngine, silent, token_ids
+from tests.unit.worker.scripted_engine import (
+    TOKENIZER,
+    VOCAB_SIZE,
+    ScriptedEngine,
+    silent,
+    token_ids,
+)
 
 THREADS = ThreadPoolExecutor(NUM_THREADS)
 BEGIN = TOKENIZER.encode("", add_special_tokens=True)[0]
@@ -96,6 +104,42 @@ def test_a_completions_answer_may_fill_what_is_left_of_the_context() -> None:
     assert completion(reader(64), prompt=[5] * 40).sampling.max_tokens == DEFAULT_COMPLETION_TOKENS
 
 
+def test_more_tokens_than_there_is_room_for_are_as_many_as_there_is_room_for() -> None:
+    assert completion(reader(64), prompt=[5] * 60, max_tokens=5).sampling.max_tokens == 4
+    assert completion(reader(64), prompt=[5] * 63, max_tokens=64).sampling.max_tokens == 1
+    num_prompt = len(chat().prompt_ids)
+    assert chat(reader(64), max_completion_tokens=64).sampling.max_tokens == 64 - num_prompt
+
+
+def test_the_models_sampling_defaults_are_used_where_a_request_names_none() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
+    at = replace(reader(), info=msgspec.structs.replace(reader().info, sampling_defaults=defaults))
+    for read in (completion, chat):
+        got = read(at).sampling
+        assert (got.temperature, got.top_p, got.top_k) == (0.6, 0.9, 20)
+        got = read(at, temperature=0, top_p=1, top_k=0).sampling
+        assert (got.temperature, got.top_p, got.top_k) == (0, 1, 0)
+        assert read(at, top_k=-1).sampling.top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "-|-"),
+        ({"reasoning_effort": "high"}, "high|True"),
+        ({"reasoning_effort": "none"}, "none|False"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, "low|F"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "max"}}, "low|T"),
+        ({"chat_template_kwargs": {"reasoning_effort": "max"}}, "max|-"),
+    ],
+)
+def test_a_template_gets_the_effort_as_in_vllm(fields: dict[str, object], expected: str) -> None:
+    source = "{{ reasoning_effort | default('-') }}|{{ enable_thinking | default('-') }}"
+    at = replace(reader(), template=ChatTemplate(source, {}, ManualClock()))
+    text = TOKENIZER.decode(chat(at, **fields).prompt_ids.tolist(), skip_special_tokens=False)
+    assert text.startswith(expected)
+
+
 def test_the_block_pool_bounds_the_context_too() -> None:
     pool_tokens = 64 * 16
     assert chat(reader(100_000)).sampling.max_tokens == pool_tokens - len(chat().prompt_ids)
@@ -130,7 +174,7 @@ def test_logprobs_of_both_apis() -> None:
         {"prompt": [[1], [2]]},
         {"prompt": [1, "a"]},
         {"prompt": []},
-        {"prompt": [TOKENIZER.vocab_size]},
+        {"prompt": [VOCAB_SIZE]},
         {"prompt": [-1]},
         {"prompt": [10**30]},
         {"prompt": "", "add_special_tokens": False},
@@ -185,7 +229,7 @@ def test_another_model_is_refused_with_the_one_that_is_served() -> None:
     ("fields", "numbers"),
     [
         ({"prompt": [5] * 64}, ("holds 64", "has 64")),
-        ({"prompt": [5] * 60, "max_tokens": 5}, ("60", "5")),
+        ({"prompt": [5] * 60, "max_tokens": 65}, ("60", "65")),
         ({"prompt": [5] * 600, "max_tokens": 5}, ("600", "64")),
     ],
 )

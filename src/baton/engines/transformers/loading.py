@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from baton.config.bfloat16 import CPU_INFO, computes_bfloat16
 from baton.engines.checkpoint import compute_fingerprint, find_weights, list_ropes
+from baton.engines.interface import SamplingDefaults
 from baton.engines.transformers.attention import IMPLEMENTATION, Span, register
 from baton.engines.transformers.model_runner import PagedModel
 from baton.engines.transformers.pages import TORCH_DTYPES, allocate_pages
@@ -32,6 +34,13 @@ _BLOCK_SIZE: Final = 4
 _NUM_BLOCKS: Final = 6
 _TOLERANCE: Final[dict[torch.dtype, float]] = {torch.float32: 1e-3}
 _HALF_PRECISION_TOLERANCE: Final = 0.15
+_PENALTIES_OFF: Final = {
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "min_p": 0,
+}
+"""What vLLM takes from a checkpoint's sampling defaults and this engine cannot apply."""
 
 
 def verify_paged_attention(model: Any, shape: ModelShape, dtype: DType) -> None:  # noqa: ANN401
@@ -100,6 +109,7 @@ class LoadedModel:
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
@@ -127,6 +137,7 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         max_context_tokens=max_context_tokens,
         eos_token_ids=_find_eos(model),
+        sampling_defaults=_find_sampling_defaults(model),
     )
 
 
@@ -241,3 +252,25 @@ def _find_eos(model: Any) -> tuple[int, ...]:  # noqa: ANN401
             return (eos,)
         case _:
             return tuple(int(token) for token in eos)
+
+
+def _find_sampling_defaults(model: Any) -> SamplingDefaults:  # noqa: ANN401
+    """What the checkpoint's generation_config.json states, as vLLM reads it.
+
+    Raises:
+        ConfigError: a value is none that tokens can be chosen by.
+    """
+    stated: dict[str, object] = model.generation_config.to_diff_dict()
+    stated = {name: value for name, value in stated.items() if value is not None}
+    for name, off in _PENALTIES_OFF.items():
+        if stated.get(name, off) != off:
+            _log.warning(
+                "the model's generation_config.json has %s = %s, which this engine cannot apply: "
+                "its answers differ from vLLM's, which does",
+                name,
+                stated[name],
+            )
+    try:
+        return msgspec.convert(stated, SamplingDefaults)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"the model's generation_config.json cannot be used: {exc}") from exc

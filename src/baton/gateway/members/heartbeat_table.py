@@ -95,10 +95,6 @@ class HeartbeatTable:
     def __iter__(self) -> Iterator[Heartbeats]:
         return iter(self._by_worker.values())
 
-    def find(self, worker: WorkerId) -> Heartbeats | None:
-        """Those of a worker."""
-        return self._by_worker.get(worker)
-
     def missing(self, now: Instant) -> list[Heartbeats]:
         """Workers of which a heartbeat is missing, and whose heartbeats did arrive before."""
         latest = now - MISSED_S

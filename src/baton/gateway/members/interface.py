@@ -93,7 +93,6 @@ class SourceSetup:
 
     argument: str
     status: SourceStatus
-    clock: Clock
     interval_s: float
     tls: Tls
 
@@ -135,4 +134,4 @@ def build_source(text: str, clock: Clock, interval_s: float, tls: Tls) -> NamedS
         )
     status = SourceStatus(text, clock)
     factory = WORKER_SOURCES.build(kind, {})
-    return NamedSource(status, factory(SourceSetup(argument, status, clock, interval_s, tls)))
+    return NamedSource(status, factory(SourceSetup(argument, status, interval_s, tls)))

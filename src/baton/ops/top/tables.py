@@ -44,7 +44,11 @@ class TopTable:
 def describe_traffic(snapshot: FleetSnapshot) -> tuple[str, ...]:
     """The headline: lines of text."""
     state = "ready" if snapshot.state == READY else f"NOT READY: {_cell(snapshot.state, 200)}"
-    lines = [f"baton {snapshot.baton}  {snapshot.gateway}  {state}"]
+    problems = () if snapshot.workers is None else snapshot.workers.source_problems
+    lines = (
+        f"baton {snapshot.baton}  {snapshot.gateway}  {state}",
+        *(f"source of workers: {_cell(each, 200)}" for each in problems),
+    )
     traffic = snapshot.traffic
     if traffic is None:
         return (*lines, f"no metrics: {_cell(snapshot.missing.get('/metrics', ''), 200)}")

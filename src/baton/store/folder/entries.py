@@ -65,8 +65,6 @@ class FolderEntries:
         self.num_damaged = self.num_expired = 0
         remove_unfinished(folder.fd)
         if folder.was_unused:
-            if self._capacity.has_older_entries:
-                self._remove_older()
             self.recount()
         self._known = KnownNames(folder.fd)
 
@@ -219,14 +217,6 @@ class FolderEntries:
             cost = self._bodies.compute_cost(count_body_bytes(status))
             held_bytes[read_place(status)] += cost
         return held_bytes
-
-    def _remove_older(self) -> None:
-        """Remove entries of an older version: they could not be read, and state no tenant."""
-        names = [name for name, _ in iter_files(self._fd)]
-        for name in names:
-            os.unlink(name.hex(), dir_fd=self._fd)
-        if names:
-            logger.info("store: %d entries of an older version are removed", len(names))
 
 
 def _do_nothing() -> None:

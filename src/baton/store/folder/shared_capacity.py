@@ -72,7 +72,6 @@ class SharedCapacity:
         self._fd = os.open(CAPACITY_FILE, flags, FILE_MODE, dir_fd=folder)
         self._reservations = Reservations(folder)
         self._tenants = TenantCounts(folder)
-        self.has_older_entries = self._tenants.is_new
 
     def check_fits(self, num_bytes: int, tenant: TenantLabel) -> None:
         """Whether so much could be kept for the tenant if nothing else were.

@@ -40,16 +40,12 @@ class TenantLabels:
 
 
 class TenantCounts:
-    """Changed by who holds the lock of the folder's counts. All methods raise OSError.
-
-    `is_new`: the file was not there. What is in the folder is of an older version then.
-    """
+    """Changed by who holds the lock of the folder's counts. All methods raise OSError."""
 
     def __init__(self, folder: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(TENANTS_FILE, flags, FILE_MODE, dir_fd=folder)
-        self.is_new = os.fstat(self._fd).st_size == 0
-        if self.is_new:
+        if os.fstat(self._fd).st_size == 0:
             os.ftruncate(self._fd, NUM_PLACES * _RECORD.size)
 
     def find(self, tenant: TenantLabel) -> tuple[int, int]:
