@@ -77,6 +77,7 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         ejected=is_up and not worker.is_available,
         slow_start=health.slow_start,
         resumes_streams=info.protocol == "baton" or info.resumes_streams,
+        takes_prefixes=info.protocol == "baton" or info.takes_prefixes,
         takes_unsigned_tickets=info.takes_unsigned_tickets and worker.url.scheme == "https",
         topology=complete(info.topology, worker.address.topology),
         max_step_tokens=info.max_step_tokens,

@@ -137,11 +137,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     worker knows its tokenizer's longest token. `max_step_tokens`: of prompts and answers together,
     its engine computes so many in one step. `num_landing_layers`: layers of the model, where the
     engine computes the rest of a prompt while KV of its beginning lands, layer by layer.
-    `takes_unsigned_tickets`: it knows by the connection
-    that a gateway sends one, and needs no signature. `resumes_streams`: of a vLLM server, that it
-    goes on with streams from token ids, as Baton's workers do. `multiplexes_streams`: it answers at
-    `MULTIPLEX_PATH`. `topology` is
-    `zone/rack/host/device`, levels that are not known empty, or left out at the end.
+    `takes_unsigned_tickets`: it knows by the connection that a gateway sends one, and needs no
+    signature. Of a vLLM server, as Baton's workers do: `resumes_streams`: it goes on with streams
+    from token ids; `takes_prefixes`: it computes, and takes KV of, a prompt's first tokens alone.
+    `multiplexes_streams`: it answers at `MULTIPLEX_PATH`. `topology` is `zone/rack/host/device`,
+    levels that are not known empty, or left out at the end.
     """
 
     worker: Annotated[WorkerId, NAME]
@@ -167,6 +167,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     has_standby: bool = False
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = False
+    takes_prefixes: bool = False
     multiplexes_streams: bool = False
     tokenizer: Name | None = None
     modes: Annotated[tuple[str, ...], Meta(max_length=16)] = ("push",)

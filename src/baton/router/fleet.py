@@ -28,6 +28,7 @@ class WorkerView:
     `ejected`: it is up, but only used where there is no other. `slow_start` None: it is over.
     `takes_unsigned_tickets`: its connections to a gateway prove what that is.
     `resumes_streams`: it goes on from the token ids of an answer's beginning.
+    `takes_prefixes`: it hands over, and takes, KV of a prompt's first tokens alone.
     `topology` is where it is (`router/topology.py`).
     `max_step_tokens`: its engine computes so many in one step; None: not reported.
     `num_landing_layers`: its engine computes the rest of a prompt while KV lands, each of so many
@@ -51,6 +52,7 @@ class WorkerView:
     slow_start: SlowStart | None = None
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = True
+    takes_prefixes: bool = True
     topology: str = ""
     max_step_tokens: int | None = None
     num_landing_layers: int = 0
@@ -75,14 +77,6 @@ class WorkerView:
     def decodes(self) -> bool:
         """Whether an answer can come from here."""
         return self.role is not Role.PREFILL
-
-    @property
-    def takes_prefixes(self) -> bool:
-        """Whether it hands over, and takes, KV of a prompt's first tokens alone.
-
-        vLLM's servers that Baton started do, as Baton's workers.
-        """
-        return self.protocol == "baton" or self.resumes_streams
 
     def share(self, now: float) -> float:
         """Of the requests that it would get otherwise, up to 1: less after its return."""

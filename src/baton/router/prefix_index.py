@@ -86,16 +86,16 @@ class PrefixIndex:
         """Blocks that some worker holds, and those that are known as the ones before them."""
         return len(self._nodes)
 
-    def store(self, worker: WorkerId, names: Sequence[int], after: int | None) -> None:
+    def store(self, worker: WorkerId, names: Sequence[int], after: int | None) -> int:
         """It holds these blocks, each following the one before it, the first following `after`.
 
-        `after` None: they begin a sequence. Where it is not known, they are refused.
+        `after` None: they begin a sequence. Where it is not known, they are refused; so are the
+        last ones, for which there is no room. Returns how many are.
         """
         bit = self._bit_of(worker)
         node = self._root if after is None else self._nodes.get(after)
         if node is None:
-            self._refuse(len(names))
-            return
+            return len(names)
         nodes, most = self._nodes, self._max_blocks
         for at, name in enumerate(names):
             if name not in nodes and len(nodes) < most:  # the usual case, and the hot one
@@ -108,9 +108,8 @@ class PrefixIndex:
                 continue
             found = nodes.get(name)
             if found is None:
-                self._refuse(len(names) - at)
                 self._prune(node)
-                return
+                return len(names) - at
             found.held |= bit
             found.expected &= ~bit
             if node.whole & bit and not found.whole & bit:
@@ -118,6 +117,16 @@ class PrefixIndex:
                 if found.children is not None:
                     self._complete(found, bit)
             node = found
+        return 0
+
+    def note_refused(self, num: int) -> None:
+        """So many blocks that a worker has reported found no room."""
+        if not self.num_refused:
+            log.warning(
+                "%d cached blocks are known, and no more can be: who has the others is not known",
+                self._max_blocks,
+            )
+        self.num_refused += num
 
     def expect(self, worker: WorkerId, names: Sequence[int], after: int | None) -> None:
         """As `store`, of blocks that it has not reported: they count until `drop_expected`.
@@ -255,14 +264,6 @@ class PrefixIndex:
             self._workers[at : at + 1] = [worker]
             bit = self._bits[worker] = 1 << at
         return bit
-
-    def _refuse(self, num: int) -> None:
-        if not self.num_refused:
-            log.warning(
-                "%d cached blocks are known, and no more can be: who has the others is not known",
-                self._max_blocks,
-            )
-        self.num_refused += num
 
     def _complete(self, node: _Node, bits: int) -> None:
         """These workers hold everything up to a block: and what follows it, as far as they do."""

@@ -81,7 +81,7 @@ class ModelPrefixes:
         self._numbers = count()
         self._num_expected = 0
         self.incomplete: set[WorkerId] = set()
-        """Workers some of whose events are lost: they may hold blocks that are not known."""
+        """Workers of whose blocks some are not known: an event was lost, or there was no room."""
         self._until: dict[WorkerId, dict[int, float]] = {}
         """Of workers that report nothing of their caches: until when each block is expected."""
 

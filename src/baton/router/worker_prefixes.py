@@ -41,6 +41,8 @@ class ReportedBlocks:
         self._worker, self._find_index, self._names = worker, find_index, names
         self._name_of: dict[ExternalHash, int] = {}
         self.block_size = 0
+        self.has_refused = False
+        """Whether some of them found no room: what follows them is not known either."""
 
     def store(self, event: BlockStored) -> int:
         """Take up blocks that follow known ones; how many there are."""
@@ -60,7 +62,12 @@ class ReportedBlocks:
         if names is None:
             return 0
         self.block_size, names = size, names[:num]
-        self._find_index(size).store(self._worker, names, self.name_of(event.parent))
+        index = self._find_index(size)
+        num_refused = index.store(self._worker, names, self.name_of(event.parent))
+        if num_refused:
+            self.has_refused = True
+            refused = event.hashes[num - num_refused : num]
+            index.note_refused(sum(each not in self._name_of for each in refused))
         self._name_of.update(zip(event.hashes, names, strict=False))
         return num
 
@@ -92,7 +99,7 @@ class ReportedBlocks:
         """Nothing is there."""
         if self.block_size:
             self._find_index(self.block_size).remove(self._worker, self._name_of.values())
-        self._name_of = {}
+        self._name_of, self.has_refused = {}, False
 
 
 class WorkerPrefixes:
@@ -130,6 +137,8 @@ class WorkerPrefixes:
             case BlockStored():
                 num = self._cached.store(event) if self._is_of_cache(event, media) else 0
                 self.num_ignored += len(event.hashes) - num
+                if self._cached.has_refused:
+                    self._model.incomplete.add(self._worker)
             case BlockRemoved():
                 if self._is_of_cache(event, media) and not event.group:
                     self._cached.remove(event.hashes)

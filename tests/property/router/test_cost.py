@@ -45,7 +45,7 @@ views = st.builds(
     topology=st.sampled_from(["", "z/r0/h0", "z/r0/h1", "z/r1/h2", "y/r0/h0"]),
     max_step_tokens=st.sampled_from([None, 512, 8192]),
     protocol=st.sampled_from(["baton", "baton", "vllm"]),
-    resumes_streams=st.sampled_from([True, True, False]),
+    takes_prefixes=st.sampled_from([True, True, False]),
 )
 fleets = st.lists(views, max_size=5, unique_by=lambda each: each.id)
 work = st.lists(
@@ -407,7 +407,7 @@ def test_a_vllm_server_hands_over_a_prefix_behind_what_waits_there():
 
     found = place(1)
     assert (found.prefill.id, found.decode.id, found.num_prefix_tokens) == ("has", "idle", 2048)
-    assert place(1, resumes_streams=False).num_prefix_tokens == 0  # Baton did not start it
+    assert place(1, takes_prefixes=False).num_prefix_tokens == 0  # Baton did not start it
     assert place(20_000).prefill is None  # what waits there takes longer than the whole prompt
 
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.config.sections import AlertsSection
-from baton.events.blocks import DEFAULT_MEDIUM, BlockStored, EventDomain, pack_ids
+from baton.events.blocks import (
+    DEFAULT_MEDIUM,
+    AllBlocksCleared,
+    BlockStored,
+    EventDomain,
+    pack_ids,
+)
 from baton.gateway.alerts.observations import Observations
 from baton.gateway.alerts.rules import AlertRules
 from baton.gateway.metrics import GatewayMetrics
@@ -14,8 +22,11 @@ from baton.protocol.alerts import AlertName
 from baton.router.prefix_index import PrefixIndex
 from baton.testing.clocks import ManualClock
 
+if TYPE_CHECKING:
+    import pytest
 
-def test_blocks_that_found_no_room_are_counted() -> None:
+
+def test_blocks_that_found_no_room_are_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     metrics = GatewayMetrics()
     prefixes = Prefixes(Workers([], metrics), {}, ManualClock(), metrics.registry)
     refused = "baton_router_refused_blocks_total"
@@ -23,8 +34,15 @@ def test_blocks_that_found_no_room_are_counted() -> None:
     worker = prefixes.follow("demo", WorkerId("w"))
     prefixes._models["demo"]._indexes[16] = PrefixIndex(max_blocks=2)
     hashes, ids = tuple(range(5)), pack_ids(range(80))
-    worker.apply(BlockStored(EventDomain("test"), hashes, None, ids, 16, DEFAULT_MEDIUM, 0))
-    assert metrics.registry.get_sample_value(refused) == 3
+    stored = BlockStored(EventDomain("test"), hashes, None, ids, 16, DEFAULT_MEDIUM, 0)
+    for _ in range(2):  # a server that is asked for it reports what it has once more
+        worker.apply(stored)
+        assert metrics.registry.get_sample_value(refused) == 3
+    assert len(caplog.records) == 1
+    # What follows them is not known either, so that it must be asked for.
+    assert prefixes._models["demo"].incomplete == {"w"}
+    worker.apply(AllBlocksCleared())
+    assert not prefixes._models["demo"].incomplete
     prefixes.close()
 
 

@@ -173,6 +173,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # n
 
         They are asynchronous, but for what the workers have in memory already.
         """
+        # vLLM has just reported what it has cached, where a gateway asked for that. It would again
+        # in each step in which the request waits.
+        request.kv_cache_report_mode = "incremental"
         missing = self._scheduler.count_missing(request, num_computed_tokens)
         return missing, bool(missing) and not self._scheduler.is_read(request)
 

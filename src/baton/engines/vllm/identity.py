@@ -189,6 +189,7 @@ def describe_worker(
         topology=model.topology,
         takes_unsigned_tickets=model.takes_unsigned_tickets,
         resumes_streams=model.resumes_streams,
+        takes_prefixes=model.resumes_streams,
         multiplexes_streams=model.resumes_streams,
         modes=modes,
         has_kv_journal=has_journal,

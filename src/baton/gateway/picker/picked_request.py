@@ -82,7 +82,7 @@ class PickedRequest:
             BatonError: the request is refused, or no worker is there for it.
         """
         services, context = self._services, self._context
-        body = find_base(services.workers, parse_body(data, context.client.tenant))
+        body = find_base(services.workers, parse_body(data, context.client.tenant, context.path))
         context.model, context.adapter = body.model, body.adapter
         context.model_targets = services.options.targets_of(body.model)
         match = await find_prompt(services, body)
@@ -106,6 +106,8 @@ class PickedRequest:
         placement = self._place(body, request, subset)
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
         self._begin(placement, num_tokens, match)
+        if match is not None and match.may_have_more(placement.decode.id):
+            body = body.for_report()
         return await _address_of(services.workers.of(placement.decode).url), body.encode()
 
     def note_head(self, status: int, *, is_stream: bool) -> None:
