@@ -38,9 +38,9 @@ class RunningStream:
 
     `write_headers` gives the header lines of a request on its behalf. `move_task` is the move that
     is under way; it ends with the stream, and so does `standby`, the request that waits for it at
-    another worker. `num_not_moved`: moves that failed, the last one as it took too long
-    (`was_too_slow`). Until `not_before` it is not moved again. `looked_at`: when it was looked at
-    last, and how many tokens it had. Owner: the event loop's thread.
+    another worker. `num_too_slow`: moves that took too long, the latest ones in a row. Until
+    `not_before` it is not moved again. `looked_at`: when it was looked at last, and how many tokens
+    it had. Owner: the event loop's thread.
     """
 
     context: RequestContext
@@ -53,8 +53,7 @@ class RunningStream:
     move_task: asyncio.Task[None] | None = None
     standby: Standby | None = None
     not_before: Instant | None = None
-    num_not_moved: int = 0
-    was_too_slow: bool = False
+    num_too_slow: int = 0
     num_copies: int = 0
     looked_at: tuple[float, int] | None = None
 
@@ -129,10 +128,9 @@ class RunningStream:
             return TYPICAL_ANSWER_TOKENS
         return max(0, most - self.resumption.record.num_ids)
 
-    def note_not_moved(self, not_before: Instant, *, was_too_slow: bool) -> None:
+    def note_not_moved(self, *, was_too_slow: bool) -> None:
         """A move failed; its standby is the caller's now."""
-        self.num_not_moved += 1
-        self.not_before, self.was_too_slow = not_before, was_too_slow
+        self.num_too_slow = self.num_too_slow + 1 if was_too_slow else 0
         self.move_task = self.standby = None
 
     def release_standby(self) -> None:

@@ -41,7 +41,7 @@ from baton.gateway.running_streams import REST_TOKENS, RunningStream
 from baton.gateway.standby import Standby, find_standby_worker
 from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
-from baton.gateway.workers import Draining
+from baton.gateway.workers import Draining, Worker
 from baton.ids import WorkerId, new_ticket_id
 from baton.protocol.worker_http import MOVE_HEADER
 from baton.router.cost import CostPolicy
@@ -75,8 +75,10 @@ BLOCK_END_S: Final = 5.0
 MOVES: Final = f"{MOVE_HEADER}: 1\r\n".encode()
 POLL_S: Final = 0.005
 AGAIN_AFTER_S: Final = 1.0
-"""A move failed: when the stream may be moved the next time; twice as long after each failure."""
-MOST_DOUBLED: Final = 6
+"""A move failed: when the stream may be moved the next time."""
+MOST_AGAIN_AFTER_S: Final = 8.0
+"""The same after several that took too long: little beside what each took. The end of a worker that
+drains may come before the next one, and is not known here."""
 
 log = logging.getLogger(__name__)
 
@@ -119,11 +121,11 @@ class StreamMoves:
 
     def _drain(self, now: Instant) -> None:
         services = self._services
-        leaving: dict[WorkerId, float] = {}  # until when: of those whose machines are taken
-        for worker in services.workers.all:
-            if isinstance(worker.state, Draining):
-                preemption = worker.state.preemption
-                leaving[worker.state.info.worker] = inf if preemption is None else preemption.at
+        leaving = {
+            worker.state.info.worker: find_end(worker)
+            for worker in services.workers.all
+            if isinstance(worker.state, Draining)
+        }
         if not leaving:
             return
         due = [s for s in services.streams.all() if s.decode.id in leaving and s.is_due(now)]
@@ -143,7 +145,7 @@ class StreamMoves:
         """How long its handoff takes; of one that was not done in time it is not known."""
         handoffs = self._services.load.costs(target.model).handoffs
         predicted = handoffs.cost_of(stream.decode, target).predict(stream.num_tokens)
-        return COPY_TIMEOUT_S if stream.was_too_slow else predicted
+        return COPY_TIMEOUT_S if stream.num_too_slow else predicted
 
     def _rebalance(
         self, model: str, served: ModelWorkers, policy: CostPolicy, now: Instant
@@ -252,15 +254,19 @@ class StreamMoves:
             why = f"not moved to {target.id} ({cause}): {reason}"
             self._log.warning(cause, f"{stream.decode.id}, {stream.context.id}: {why}")
             stream.resumption.note_not_moved(why)
-            stays_s = AGAIN_AFTER_S * 2 ** min(stream.num_not_moved, MOST_DOUBLED)
-            not_before = Instant(self._services.clock.now() + stays_s)
-            stream.note_not_moved(not_before, was_too_slow=isinstance(exc, TimeoutError))
+            stream.note_not_moved(was_too_slow=isinstance(exc, TimeoutError))
+            stream.not_before = self._find_next_time(stream)
             if standby is not None:  # not by way of the stream, which may have ended meanwhile
                 standby.release()
             return
         why_there = f"moved from {stream.decode.id} ({cause})"
         placement = Placement(None, target, why=(why_there,))
         stream.cut(StreamMovedError(placement, cause, standby))
+
+    def _find_next_time(self, stream: RunningStream) -> Instant:
+        now, worker = self._services.clock.now(), self._services.workers.with_id(stream.decode.id)
+        left_s = inf if worker is None else find_end(worker) - now
+        return Instant(now + compute_pause_s(stream.num_too_slow, left_s))
 
     def _plan_standby(self, stream: RunningStream, target: WorkerView) -> Standby | None:
         """What is to wait for the stream at its new worker; None where that is not possible."""
@@ -401,6 +407,22 @@ class StreamMoves:
                 return answer.status, await answer.read_whole(MAX_SMALL_ANSWER_BYTES)
             finally:
                 answer.release()
+
+
+def find_end(worker: Worker) -> float:
+    """When its machine is taken; inf: not that is known."""
+    preemption = worker.state.preemption if isinstance(worker.state, Draining) else None
+    return inf if preemption is None else preemption.at
+
+
+def compute_pause_s(num_too_slow: int, left_s: float) -> float:
+    """How long a stream stays after a move that failed, at a worker that ends in `left_s`.
+
+    Longer each time only after moves that took too long: the others have the link meanwhile. One
+    that is refused costs little.
+    """
+    doubled_s = AGAIN_AFTER_S * 2.0 ** (num_too_slow - 1)
+    return max(AGAIN_AFTER_S, min(doubled_s, MOST_AGAIN_AFTER_S, left_s / 2))
 
 
 def read_cached_ids(stream: RunningStream) -> list[int]:

@@ -65,6 +65,7 @@ class StreamRecord:
         self._budget, self._max_event_bytes = budget, max_event_bytes
         self._num_reserved = self._num_kept_bytes = 0
         self._ids, self._ids_before = bytearray(), bytearray()
+        self._counted = self._ids, 0, 0  # up to where, and how many there are
         self._chunks: list[bytes] = []
         self._rest = self._last = b""
         self._replay: Replay | None = None
@@ -81,14 +82,15 @@ class StreamRecord:
 
         Of one that `has_events`, or without ids, they are kept, since only a replay follows it: the
         ids in a replay are those of the whole answer, again. Until it has named as many, those
-        before it count: its worker may be lost before that.
+        before it count: its worker may be lost before that. Where nothing was taken, it is another
+        answer, of other tokens.
         """
-        known = self._known_ids
         self._rest, self.failure, self._replay = b"", None, replay
         has_events = has_events or not has_ids
         if self.num_taken and has_events != self._has_events:
             self._drop()
-        if replay is not None:
+        if replay is not None or not self.num_taken:
+            known = self._known_ids if self.num_taken else bytearray()
             self._num_kept_bytes -= len(self._ids) + len(self._ids_before) - len(known)
             self._ids_before, self._ids = known, bytearray()
         self.has_ids, self._has_events = has_ids, has_events
@@ -105,6 +107,8 @@ class StreamRecord:
             chunk = self._cut(chunk)
         if self.has_ids:
             chunk = self._strip(chunk)
+            if self._rest and self._has_events:
+                self._note_begun()
         if self._replay is not None:
             chunk = self._skip_sent(chunk, self._replay)
         if not chunk:
@@ -133,17 +137,20 @@ class StreamRecord:
 
     @property
     def num_ids(self) -> int:
-        """How many tokens the client has, as far as their ids are kept."""
-        return self._known_ids.count(b",")
+        """How many tokens the client has, as far as their ids are kept.
+
+        It is read for each stream all the time: only what was added since is looked at.
+        """
+        ids, (counted, end, num) = self._known_ids, self._counted
+        if counted is not ids:
+            end = num = 0
+        num += ids.count(b",", end)
+        self._counted = ids, len(ids), num
+        return num
 
     @property
     def _known_ids(self) -> bytearray:
-        """Those of a comment whose event is yet to come, too, if a replay brings that."""
-        ids = self._ids
-        if self._has_events and self.has_ids and self._rest.startswith(COMMENT):
-            begun = self._rest.partition(b"\n")[0]
-            ids = ids + begun[1 : begun.rfind(b",") + 1]
-        return max(ids, self._ids_before, key=len)
+        return max(self._ids, self._ids_before, key=len)
 
     @property
     def events(self) -> bytes:
@@ -176,6 +183,21 @@ class StreamRecord:
                 f"a worker sent an event of more than {self._max_event_bytes} bytes"
             )
         return whole + end
+
+    def _note_begun(self) -> None:
+        """Those of a comment whose event is yet to come count, too: a replay brings that.
+
+        There may be any number of them: what waits for its end is to stay short.
+        """
+        comment, line_end, event = self._rest.partition(b"\n")
+        if not comment.startswith(COMMENT):
+            return
+        ids, comma, last = comment[1:].rpartition(b",")
+        self._ids += ids + comma
+        self._num_kept_bytes += len(ids + comma)
+        self._rest = COMMENT + last + line_end + event
+        if self._num_kept_bytes > self._num_reserved:
+            self._reserve()
 
     def _cut(self, chunk: bytes) -> bytes:
         before, event, after = chunk.partition(ERROR_EVENT)

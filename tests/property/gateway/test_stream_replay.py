@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -193,6 +194,51 @@ def test_tokens_of_a_comment_without_its_event_are_known_where_a_replay_follows(
     again.take(b":1,2")
     again.begin(has_ids=True, has_events=True, replay=Replay(again.events))
     assert again.read_token_ids() == [*ids, 1]
+
+
+def test_what_waits_for_an_event_stays_short_however_many_tokens_have_none() -> None:
+    budget = RecordBudget(1 << 20)
+    record = StreamRecord(budget, 1000)
+    record.begin(has_ids=True, has_events=True)
+    ids = list(range(20_000))
+    assert record.take(b":") == b""
+    for at in range(0, len(ids), 4):
+        assert record.take(b"%d,%d,%d,%d," % tuple(ids[at : at + 4])) == b""
+        assert record.num_ids == at + 4
+    assert record.failure is None
+    assert record.read_token_ids() == ids
+    assert budget.num_bytes >= 100_000, "they are kept"
+    assert record.take(b"1\ndata: {}\n\n") == b"data: {}\n\n"
+    assert record.read_token_ids() == [*ids, 1]
+    record.close()
+    assert budget.num_bytes == 0
+
+
+def test_tokens_are_counted_once() -> None:
+    def measure_s(num_ids: int) -> float:
+        record = StreamRecord(RecordBudget(4 << 20), 4 << 20)
+        record.begin(has_ids=True)
+        record.take(b":%b\ndata: {}\n\n" % b",".join([b"1"] * num_ids))
+        assert record.num_ids == num_ids
+        began = time.thread_time()
+        assert {record.num_ids for _ in range(100)} == {num_ids}
+        return time.thread_time() - began
+
+    assert measure_s(500_000) < 20 * measure_s(5)
+
+
+def test_an_answer_that_begins_anew_has_none_of_the_tokens_before() -> None:
+    budget = RecordBudget(1 << 20)
+    record = StreamRecord(budget, 1 << 20)
+    for begun in (b":5\n" + ERROR, b":6,7,8"):
+        record.begin(has_ids=True, has_events=True)
+        assert record.take(begun) == b""
+    record.begin(has_ids=True, has_events=True)
+    assert (record.read_token_ids(), record.num_ids) == ([], 0)
+    assert record.take(b":9\ndata: {}\n\n") == b"data: {}\n\n"
+    assert (record.read_token_ids(), record.num_ids) == ([9], 1)
+    record.close()
+    assert budget.num_bytes == 0
 
 
 @given(st.integers(0, 8), CUTS, CUTS, st.data())
