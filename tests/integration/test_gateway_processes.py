@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +20,18 @@ import pytest
 from baton.cli.main import run as run_cli
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
+from baton.launch.child import exit_with_parent
 from baton.net.http_server import bind_shared
 from baton.protocol.worker_http import Role
 from tests.free_ports import find_free_ports
 from tests.integration.gateway_cluster import STREAM, until, until_true
-from tests.integration.scripted_worker import KEY, ScriptedWorker, one_token_and_wait, say_abc
+from tests.integration.scripted_worker import (
+    KEY,
+    ScriptedWorker,
+    one_token_and_wait,
+    say_abc,
+    say_rest,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -83,7 +92,11 @@ class Gateways:
 
 
 async def start(
-    worker: ScriptedWorker, port: int = 0, listeners: tuple[socket.socket, ...] = ()
+    worker: ScriptedWorker,
+    port: int = 0,
+    listeners: tuple[socket.socket, ...] = (),
+    *,
+    is_launched: bool = False,
 ) -> tuple[asyncio.subprocess.Process, int, int]:
     fds = tuple(each.fileno() for each in listeners)
     management_port = find_free_ports(NUM_PROCESSES)
@@ -92,14 +105,20 @@ async def start(
         sys.executable, "-c", PROGRAM, worker.url, str(NUM_PROCESSES), str(port),
         str(management_port), str(writing), *map(str, fds),
         pass_fds=(writing, *fds), stderr=asyncio.subprocess.PIPE,
+        preexec_fn=partial(exit_with_parent, os.getpid()) if is_launched else None,
     )  # fmt: skip
     os.close(writing)
     return process, reading, management_port
 
 
 @contextlib.asynccontextmanager
-async def running(worker: ScriptedWorker, listeners: tuple[socket.socket, ...] = ()):
-    process, reading, management_port = await start(worker, 0, listeners)
+async def running(
+    worker: ScriptedWorker,
+    listeners: tuple[socket.socket, ...] = (),
+    *,
+    is_launched: bool = False,
+):
+    process, reading, management_port = await start(worker, 0, listeners, is_launched=is_launched)
     try:
         with os.fdopen(reading) as pipe:
             line = await asyncio.to_thread(pipe.readline)
@@ -111,7 +130,7 @@ async def running(worker: ScriptedWorker, listeners: tuple[socket.socket, ...] =
         await process.wait()
 
 
-def run(scenario, listeners: tuple[socket.socket, ...] = ()) -> None:
+def run(scenario, listeners: tuple[socket.socket, ...] = (), *, is_launched: bool = False) -> None:
     async def main() -> None:
         # Each request on a connection of its own: the kernel chooses a process for each.
         connector = aiohttp.TCPConnector(force_close=True)
@@ -120,7 +139,7 @@ def run(scenario, listeners: tuple[socket.socket, ...] = ()) -> None:
             asyncio.timeout(40),
             aiohttp.ClientSession(connector=connector) as client,
             worker.running(),
-            running(worker, listeners) as gateways,
+            running(worker, listeners, is_launched=is_launched) as gateways,
         ):
             for index in range(NUM_PROCESSES):
 
@@ -219,6 +238,50 @@ def test_a_second_signal_ends_all_at_once():
             gateways.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(1.5):
                 await gateways.process.wait()
+
+    run(scenario)
+
+
+def test_a_stop_of_the_whole_service_cuts_no_stream():
+    """Each process gets SIGTERM, and another one from its parent: here also from a launcher."""
+
+    async def scenario(client, worker, gateways):
+        rest = asyncio.Event()
+
+        async def say_rest_later(visit):
+            await visit.start_stream()
+            await rest.wait()
+            await say_rest(visit)
+
+        worker.script = say_rest_later
+        async with client.post(gateways.url + "/v1/completions", json=STREAM) as response:
+            for pid in (*gateways.pids(), gateways.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            gateways.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            rest.set()
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+        assert await gateways.process.wait() == 0
+
+    run(scenario, is_launched=True)
+
+
+def test_a_process_that_cannot_be_started_now_is_tried_again_and_the_others_go_on():
+    async def scenario(client, worker, gateways):
+        victim, other = gateways.pids()
+        parent, limit = gateways.process.pid, resource.RLIMIT_NOFILE
+        soft, hard = resource.prlimit(parent, limit)
+        resource.prlimit(parent, limit, (3, hard))  # no descriptor is left for a pipe
+        os.kill(victim, signal.SIGKILL)
+        while b"cannot be started (Too many open files)" not in (
+            line := await gateways.process.stderr.readline()
+        ):
+            assert line, "the gateway has ended"
+        assert gateways.pids() == {other}
+        resource.prlimit(parent, limit, (soft, hard))
+        await until(lambda: len(gateways.pids() - {victim}) == NUM_PROCESSES)
+        assert other in gateways.pids()
 
     run(scenario)
 

@@ -21,6 +21,7 @@ from baton.gateway.upstream import Upstream
 from baton.net.http_exchange import EXTENSION
 from baton.net.http_limits import WORKER_LIMITS, Connections
 from baton.net.http_server import bind, serve_beside
+from baton.net.multiplex import MAX_NUMBER
 from baton.net.multiplex_server import MULTIPLEX_HANDLERS
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import MULTIPLEX_HEADER, MULTIPLEX_PATH, Role
@@ -265,6 +266,20 @@ def test_an_idle_multiplex_is_closed_and_one_of_an_old_identity_with_its_last_st
         assert server.multiplexes == 2
 
     serve(endless, scenario)
+
+
+def test_a_multiplex_whose_numbers_are_used_up_is_followed_by_another():
+    async def scenario(server: Server, upstream: Upstream, url: URL) -> None:
+        (await multiplexed(upstream, url)).release()
+        ((_, own),) = upstream._multiplexes.items()
+        own._current.num_streams = MAX_NUMBER - 1
+        last = await multiplexed(upstream, url)
+        fresh = await multiplexed(upstream, url)
+        assert last.headers[BY_MULTIPLEX] != fresh.headers[BY_MULTIPLEX]
+        assert await asyncio.gather(read(last), read(fresh)) == [THREE] * 2
+        assert server.multiplexes == 2
+
+    serve(three_events, scenario)
 
 
 def test_a_server_that_ends_finishes_its_streams_before_their_multiplex():

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import socket
+import subprocess
 from contextlib import asynccontextmanager
 
 import pytest
@@ -147,8 +148,18 @@ async def test_a_launch_that_ends_without_a_worker_that_failed_says_so(tmp_path)
     assert last.startswith("w-0 did not serve any more when it was stopped: ended too often")
 
 
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (subprocess.SubprocessError("Exception occurred in preexec_fn."), "Exception occurred in"),
+    ],
+)
 @in_event_loop
-async def test_a_worker_that_cannot_be_started_now_is_tried_again(tmp_path, monkeypatch):
+async def test_a_worker_that_cannot_be_started_now_is_tried_again(
+    tmp_path, monkeypatch, refusal, reason
+):
     die = tmp_path / "die"
     under_test = launch("mortal", environment={"STUB_DIE_FILE": str(die)})
     num_refused = 0
@@ -157,7 +168,7 @@ async def test_a_worker_that_cannot_be_started_now_is_tried_again(tmp_path, monk
         nonlocal num_refused
         num_refused += 1
         if num_refused < 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise refusal
         return await spawn(*arguments, **options)
 
     spawn = supervisor_module.spawn
@@ -170,8 +181,9 @@ async def test_a_worker_that_cannot_be_started_now_is_tried_again(tmp_path, monk
 
     assert await run_until_ready(under_test, then) is Ending.DRAINED
     assert num_refused == 3
-    problem = "w-0 ended: w-0 cannot be started: No space left on device; restart in 0.02 s"
-    assert any(line.startswith(problem) for line in under_test.display.said)
+    problem = f"w-0 ended: w-0 cannot be started: {reason}"
+    (line,) = (each for each in under_test.display.said if each.startswith(problem))
+    assert "; restart in 0.02 s" in line
 
 
 @in_event_loop

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -30,7 +32,7 @@ from baton.worker.worker import Worker, build_worker
 from tests.unit.worker.scripted_engine import EPOCH, ScriptedEngine, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Generator
 
     from baton.engines.interface import GenerationRequest
 
@@ -130,6 +132,47 @@ def test_a_preemption_notice_drains_and_a_later_sigterm_ends_no_answer(tmp_path)
             assert not engine.cancelled
 
     asyncio.run(scenario())
+
+
+@contextlib.contextmanager
+def launched() -> Generator[None]:
+    """This process is like a launcher's child: it would end with its parent."""
+    set_death_signal, before = partial(ctypes.CDLL(None).prctl, 1), signal.getsignal(signal.SIGTERM)
+    set_death_signal(signal.SIGKILL)
+    try:
+        yield
+    finally:
+        set_death_signal(0)
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_launchers_sigterm_after_that_of_its_service_ends_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+
+    async def scenario() -> None:
+        engine = ScriptedEngine(one_token)
+        async with (
+            living(engine) as (url, running, worker),
+            aiohttp.ClientSession() as session,
+        ):
+            reply = await start_stream(session, url)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: worker.engine_client.draining)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
+            request = engine.requests[0].id
+            engine.sink([NewToken(request, SampledToken(9), 0, FinishReason.LENGTH)])
+            assert "error" not in await reply.text()
+            await asyncio.wait_for(running, 30)
+        assert not left
+        late = signal.getsignal(signal.SIGTERM)
+        assert late == signal.SIG_IGN, "one that comes while the process ends in order"
+
+    with launched():
+        asyncio.run(scenario())
 
 
 def test_a_worker_whose_engine_ended_ends_too() -> None:

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.gateway.errors import UpstreamError, WorkerLostError
-from baton.net.multiplex import FRAME, MAX_FRAME_BYTES
+from baton.net.multiplex import FRAME, MAX_FRAME_BYTES, MAX_NUMBER
 from baton.protocol.worker_http import MULTIPLEX_HEADER
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ class Multiplex:
         self.id, self.connection, self.ask_to_leave = id_, connection, ask_to_leave
         self.answers: dict[int, Answer] = {}
         self._on_unused = on_unused
-        self._num_streams = 0
+        self.num_streams = 0
         self._rest = b""
 
     def new_stream(self) -> MultiplexedStream:
-        """A place for one more."""
-        self._num_streams += 1
-        return MultiplexedStream(self, self._num_streams)
+        """A place for one more, of `MAX_NUMBER`."""
+        self.num_streams += 1
+        return MultiplexedStream(self, self.num_streams)
 
     def end(self, number: int) -> None:
         """A stream is not waited for any more."""
@@ -147,9 +147,9 @@ class WorkerMultiplexes:
     def new_stream(self) -> MultiplexedStream | None:
         """A place for one more stream, if there is a connection for it."""
         current = self._current
-        if current is not None and self._is_current(current.connection):
-            return current.new_stream()
         if current is not None:
+            if current.num_streams < MAX_NUMBER and self._is_current(current.connection):
+                return current.new_stream()
             self._current = None
             self._note_unused(current)
         if not self._is_opening and self._loop.time() >= self._retry_at:

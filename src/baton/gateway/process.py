@@ -1,7 +1,7 @@
 """The gateway's process: its socket, its server, its end.
 
 bind ─► serve (announced) ──SIGTERM──► drain ─► exit 0
-                                         └──another signal──► exit at once
+                                         └──another signal──► exit at once (`ignore_relayed`)
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ from baton.net.http_server import (
     bind,
     count_refusals,
     end_signals,
+    ignore_relayed,
     inherit,
     is_listening,
     make_server_config,
@@ -401,6 +402,8 @@ class _Server(uvicorn.Server):
 
     def _on_signal(self, number: int) -> None:
         if self.should_exit:
+            if ignore_relayed(number):
+                return
             log.warning("a second signal: leaving at once")
             os._exit(128 + number)
         log.info("signal %s: no more requests, draining", signal.Signals(number).name)

@@ -3,6 +3,7 @@
     parent: binds the port ─► forks each process ─► reports ready when all are
             (or inherits a launcher's sockets, one for each process)
             a process ended ─► another one in its place, on the same socket; too often ─► ends all
+            it cannot be started now ─► tried again, ever more seldom, while the others serve
             SIGTERM, SIGINT ─► all drain ──another signal──► all end at once
 
 Each has its own tickets' issuer, placement, limits, quotas, retry budget and management listener
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from baton.errors import BatonError, ProtocolError
-from baton.net.http_server import bind_shared, inherit
+from baton.net.http_server import bind_shared, ignore_relayed, inherit
 from baton.telemetry.process_status import Draining, Ready, StatusReporter, read_status
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 MAX_RESTARTS: Final = 5
 RESTART_WINDOW_S: Final = 60.0
 RESTART_DELAY_S: Final = 0.5
+MAX_RETRY_S: Final = 30.0
 KILL_MARGIN_S: Final = 5.0
 """How much longer than its own drain timeout a process may take before it is killed."""
 PR_SET_PDEATHSIG: Final = 1
@@ -73,6 +75,7 @@ class ProcessGroup:
         self._drain_limit_s = options.drain_timeout_s + KILL_MARGIN_S
         self._members: list[_Member] = []
         self._ended_at: deque[Instant] = deque(maxlen=MAX_RESTARTS)
+        self._retry_s = RESTART_DELAY_S
 
     def run(self) -> None:
         """Serve until a signal. Blocks.
@@ -85,7 +88,7 @@ class ProcessGroup:
         try:
             with ExitStack() as sockets:
                 self._start(sockets)
-                while (number := signal.sigwait(SIGNALS)) == signal.SIGCHLD:
+                while (number := self._wait()) == signal.SIGCHLD:
                     self._restart_ended()
                 log.info("signal %s: all processes drain", signal.Signals(number).name)
                 self._status_reporter.report(Draining(self._drain_limit_s))
@@ -110,6 +113,13 @@ class ProcessGroup:
         readies = [_read_ready(pipe) for pipe in pipes]
         self._status_reporter.report(Ready(readies[0].url))
 
+    def _wait(self) -> int:
+        """The next signal; SIGCHLD, too, when it is time to try again to start a process."""
+        if all(member.pid for member in self._members):
+            return signal.sigwait(SIGNALS)
+        info = signal.sigtimedwait(SIGNALS, self._retry_s)
+        return signal.SIGCHLD if info is None else info.si_signo
+
     def _restart_ended(self) -> None:
         while (ended := _reap()) is not None:
             pid, status = ended
@@ -127,14 +137,36 @@ class ProcessGroup:
                 )
             self._ended_at.append(now)
             time.sleep(RESTART_DELAY_S)
-            with suppress(MemberFailedError):  # then it is the next one to be replaced
-                _read_ready(self._fork(member))
+        for member in self._members:
+            if not member.pid:
+                self._restart(member)
+
+    def _restart(self, member: _Member) -> None:
+        try:
+            pipe = self._fork(member)
+        except OSError as exc:  # no process, memory or descriptor is left: the others serve on
+            self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
+            log.error(  # noqa: TRY400
+                "gateway process %d cannot be started (%s); next try within %g s",
+                member.index,
+                exc.strerror,
+                self._retry_s,
+            )
+            return
+        self._retry_s = RESTART_DELAY_S
+        with suppress(MemberFailedError):  # then it is the next one to be replaced
+            _read_ready(pipe)
 
     def _fork(self, member: _Member) -> int:
         """Start a process; where its status lines can be read."""
         reading, writing = os.pipe()
         parent = os.getpid()
-        member.pid = os.fork()
+        try:
+            member.pid = os.fork()
+        except OSError:
+            os.close(reading)
+            os.close(writing)
+            raise
         if not member.pid:
             os.close(reading)
             self._run_member(member, writing, parent)
@@ -166,7 +198,8 @@ class ProcessGroup:
         while any(member.pid for member in self._members):
             left_s = deadline - self._clock.now()
             info = signal.sigtimedwait(SIGNALS, max(0.0, left_s))
-            if info is None or info.si_signo != signal.SIGCHLD:
+            received = signal.SIGKILL if info is None else info.si_signo
+            if received != signal.SIGCHLD and not ignore_relayed(received):
                 self._signal(signal.SIGKILL)
             while (ended := _reap()) is not None:
                 for member in self._members:

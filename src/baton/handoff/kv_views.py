@@ -13,7 +13,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    runtime_checkable,
+)
 
 import numpy as np
 
@@ -46,8 +55,11 @@ if TYPE_CHECKING:
     from baton.transfer.peer_mappings import PeerMappings
 
 STAGING_STAGE = "staging"
+KEPT_FOR: Final = 128
+"""Handoffs of one direction after which it may have the half of the other, which is not used."""
 
 Side: TypeAlias = Literal["receive", "send"]
+_OTHER: Final[dict[Side, Side]] = {"receive": "send", "send": "receive"}
 
 
 class Holder(Record, frozen=True):
@@ -57,20 +69,35 @@ class Holder(Record, frozen=True):
     ticket: TicketId
 
 
+class _Request(NamedTuple):
+    """What a handoff waits for; `at` numbers them in the order of asking, in both directions."""
+
+    at: int
+    num_pages: int
+
+
 class StagingPool:
     """Who holds which pages of one staging memory, and who waits. Owner: the agent's thread.
 
-    First come, first served, in each direction: a large handoff is not overtaken by small ones for
-    ever. Once a worker has both sent and received, each direction has a half of the pages that the
-    other cannot take: else two such workers could each fill theirs with what they receive, and wait
-    for what the other cannot send. A handoff larger than a half is served while no other holds
-    a page.
+    First come, first served, in each direction: small handoffs do not overtake a large one. While
+    a worker sends and receives, each direction has a half of the pages that the other cannot take:
+    else two such workers could each fill theirs with what they receive, and wait for what the other
+    cannot send. A direction keeps its half until `KEPT_FOR` handoffs of the other were served
+    without it: with a gap in what it sends, a worker would at once be full of what it receives.
+
+    A handoff larger than a half is served while no other holds a page. Those of the other direction
+    that asked later wait for it; sends, only once no pages are received to, since what is received
+    comes from a peer that may wait for them.
     """
 
     def __init__(self, num_pages: int) -> None:
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._held: dict[Holder, NDArray[np.int64]] = {}
-        self._waiting: dict[Side, OrderedDict[Holder, int]] = {}
+        self._waiting: dict[Side, OrderedDict[Holder, _Request]] = {
+            side: OrderedDict() for side in _OTHER
+        }
+        self._kept_for = dict.fromkeys(_OTHER, 0)
+        self._num_asked = 0
         self._served: list[Holder] = []
 
     @property
@@ -84,7 +111,7 @@ class StagingPool:
         return sum(map(len, self._waiting.values()))
 
     def try_reserve(self, holder: Holder, num_pages: int) -> NDArray[np.int64] | None:
-        """The pages of a handoff, int64 `[num_pages]`; None while it waits (`take_served`).
+        """The pages of a handoff, int64 `[num_pages]`; None while it waits (`take_granted`).
 
         Asking again gives the same answer, not more pages.
 
@@ -96,9 +123,10 @@ class StagingPool:
                 f"the handoff needs {num_pages} staging pages where there are {len(self._is_free)}",
                 stage=STAGING_STAGE,
             )
-        waiting = self._waiting.setdefault(holder.side, OrderedDict())
+        waiting = self._waiting[holder.side]
         if holder not in self._held and holder not in waiting:
-            waiting[holder] = num_pages
+            self._num_asked += 1
+            waiting[holder] = _Request(self._num_asked, num_pages)
             self._serve()
             if holder in self._held:
                 self._served.remove(holder)
@@ -106,10 +134,11 @@ class StagingPool:
 
     def release(self, holder: Holder) -> None:
         """A handoff is over: nothing can land in its pages, and none reads them. Idempotent."""
-        self._waiting.get(holder.side, OrderedDict()).pop(holder, None)
+        self._waiting[holder.side].pop(holder, None)
         pages = self._held.pop(holder, None)
         if pages is not None:
             self._is_free[pages] = True
+            self._kept_for[holder.side] = KEPT_FOR
         if holder in self._served:
             self._served.remove(holder)
         self._serve()
@@ -129,37 +158,47 @@ class StagingPool:
         for side, waiting in self._waiting.items():
             if self._held.keys() & waiting.keys():
                 raise AssertionError("a handoff holds pages and waits for some")
-            if waiting and next(iter(waiting.values())) <= self._num_for(side):
+            first = self._first(side)
+            if first is not None and first.num_pages <= self._num_for(side, first):
                 raise AssertionError("the first in line waits though there is room")
+        if self.num_waiting and not self._held:
+            raise AssertionError("handoffs wait though no page is held")
 
-    def _num_for(self, side: Side) -> int:
-        """The most pages that the next of one direction can have now."""
-        if len(self._waiting) < 2 or not self._held:  # noqa: PLR2004 -- there are two directions
+    def _first(self, side: Side) -> _Request | None:
+        return next(iter(self._waiting[side].values()), None)
+
+    def _num_for(self, side: Side, first: _Request) -> int:
+        """The most pages that the first in line of one direction can have now."""
+        other, num_held = _OTHER[side], dict.fromkeys(_OTHER, 0)
+        for holder, pages in self._held.items():
+            num_held[holder.side] += len(pages)
+        before, share = self._first(other), len(self._is_free) // 2
+        is_other_used = before is not None or num_held[other] or self._kept_for[other]
+        if not self._held or not is_other_used:
             return self.num_free
-        share = len(self._is_free) // 2
-        num_held = sum(len(pages) for holder, pages in self._held.items() if holder.side == side)
-        return min(self.num_free, share - num_held)
+        is_behind = before is not None and before.num_pages > share and before.at < first.at
+        if is_behind and (side == "receive" or not num_held["receive"]):
+            return 0
+        return min(self.num_free, share - num_held[side])
 
     def _serve(self) -> None:
         """Serve the first of each direction, and the next, while there is room for it."""
         is_served = True
         while is_served:
-            served = [side for side in self._waiting if self._serve_first(side)]
+            firsts = [(first, side) for side in _OTHER if (first := self._first(side)) is not None]
+            served = [side for first, side in sorted(firsts) if self._serve_first(side, first)]
             is_served = bool(served)
 
-    def _serve_first(self, side: Side) -> bool:
-        waiting = self._waiting[side]
-        if not waiting:
+    def _serve_first(self, side: Side, first: _Request) -> bool:
+        if first.num_pages > self._num_for(side, first):
             return False
-        holder, num_pages = next(iter(waiting.items()))
-        if num_pages > self._num_for(side):
-            return False
-        del waiting[holder]
+        holder, _ = self._waiting[side].popitem(last=False)
         # The lowest free ones: adjacent pages are copied in one go.
-        pages = np.flatnonzero(self._is_free)[:num_pages].astype(np.int64)
+        pages = np.flatnonzero(self._is_free)[: first.num_pages].astype(np.int64)
         self._is_free[pages] = False
         self._held[holder] = pages
         self._served.append(holder)
+        self._kept_for[_OTHER[side]] = max(0, self._kept_for[_OTHER[side]] - 1)
         return True
 
 

@@ -27,13 +27,21 @@ class LeaseFile:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """A new file, of this user alone: no process may write yet."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        """A new file, of this user alone: no process may write yet.
+
+        Raises:
+            ConfigError: it cannot be made, as where the file system is full.
+        """
         try:
-            os.ftruncate(fd, SIZE_BYTES)
-            lease = cls(fd)
-        finally:
-            os.close(fd)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                # With its block: a write to the mapping that finds no room is a SIGBUS.
+                os.posix_fallocate(fd, 0, SIZE_BYTES)
+                lease = cls(fd)
+            finally:
+                os.close(fd)
+        except OSError as exc:
+            raise ConfigError(f"the write lease {path} cannot be made: {exc.strerror}") from exc
         lease.extend(Instant(-math.inf))
         return lease
 

@@ -71,6 +71,7 @@ class DemandReader:
 
     def __init__(self, urls: Sequence[str], model: str | None) -> None:
         self._model = model
+        self._found: str | None = None
         self._gateways: list[Gateway] = []
         self._names: list[Gateway] = []
         for url in urls:
@@ -89,14 +90,17 @@ class DemandReader:
         return {url: each for url, each in zip(urls, reports, strict=True) if each is not None}
 
     def find_model(self, reports: Mapping[str, DemandReport]) -> str | None:
-        """The model that the fleet serves; None: not known."""
-        if self._model is None:
-            models = sorted({each.model for report in reports.values() for each in report.models})
-            several = f"they serve {', '.join(models)}: set scaling.model"
-            self._problems.note("the gateways", several if len(models) > 1 else None)
-            if len(models) == 1:
-                self._model = models[0]
-        return self._model
+        """The model that the fleet serves, while none is reported the last one; None: unknown."""
+        models = sorted({each.model for report in reports.values() for each in report.models})
+        problem = None
+        if self._model is not None and models and self._model not in models:
+            problem = f"they serve {', '.join(models)}: scaling.model is {self._model}"
+        elif self._model is None and len(models) > 1:
+            problem = f"they serve {', '.join(models)}: set scaling.model"
+        self._problems.note("the gateways", problem)
+        if models:
+            self._found = models[0] if len(models) == 1 else None
+        return self._model or self._found
 
     def _resolve(self, name: Gateway) -> tuple[Gateway, ...]:
         try:
@@ -180,7 +184,7 @@ class Autoscaler:
         present, starting = count_members(status)
         if model is None or not reports:
             return None
-        if self._scaler is None:
+        if self._scaler is None or self._scaler.model != model:
             self._scaler = Scaler(model, self._options)
         decision = self._scaler.decide(reports, present, starting, self._clock.now())
         if decision is not None and self._applies:

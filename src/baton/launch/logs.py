@@ -61,7 +61,8 @@ class LogFile:
         os.close(self._fd)
 
     def _rotate(self) -> None:
-        self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        with suppress(FileNotFoundError):  # the new file could not be opened the last time
+            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
         fd = _open_log(self._path)
         os.close(self._fd)
         self._fd, self._num_bytes = fd, 0

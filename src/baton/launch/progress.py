@@ -151,8 +151,7 @@ class LoggedDisplay:
 
     def print_line(self, line: str) -> None:
         """See `Display`."""
-        at = datetime.fromtimestamp(self._clock.unix_now(), UTC).isoformat(" ", "seconds")
-        self._logs.write_line(LAUNCHER, f"{at} {line}")
+        self._log(line)
         if self._shown is not None:
             with suppress(OSError):
                 self._shown.print_line(line)
@@ -172,12 +171,24 @@ class LoggedDisplay:
 
     def announce(self, text: str) -> None:
         """See `Display`."""
+        self._log(text)
         if self._shown is not None:
-            self._shown.announce(text)
+            try:
+                self._shown.announce(text)
+            except OSError:  # what is left of it would fail again at this process's end
+                _drop_standard_output()
 
     def leave_terminal(self) -> None:
         """Show nothing more; standard error goes to the launcher's log, standard output nowhere."""
         self._shown = None
         self._logs.file(LAUNCHER).take_standard_error()
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
+        _drop_standard_output()
+
+    def _log(self, text: str) -> None:
+        at = datetime.fromtimestamp(self._clock.unix_now(), UTC).isoformat(" ", "seconds")
+        self._logs.write_line(LAUNCHER, f"{at} {text}")
+
+
+def _drop_standard_output() -> None:
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -340,8 +341,10 @@ class Supervisor:
 
         try:
             return await spawn(name, command, self.context.environment, on_line, inherited=fds)
-        except OSError as exc:
-            raise FleetError(f"{name} cannot be started: {exc.strerror or exc}") from exc
+        except (OSError, RuntimeError, subprocess.SubprocessError) as exc:
+            # A RuntimeError: asyncio watches each process from a thread, and there may be no more.
+            reason = getattr(exc, "strerror", None) or exc
+            raise FleetError(f"{name} cannot be started: {reason}") from exc
 
     async def _url_of(self, slot: ProcessSlot) -> str:
         url = await slot.child.wait_for_url()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
+import logging
 import signal
 import socket
 from contextlib import ExitStack, closing
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 BACKLOG: Final = 2048
+PR_GET_PDEATHSIG: Final = 2
+
+log = logging.getLogger(__name__)
 
 
 def make_server_config(
@@ -66,6 +71,27 @@ def end_signals(on_signal: Callable[[int], None]) -> Generator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+        if _ends_with_parent():  # whose own SIGTERM may come while the process ends in order
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def ignore_relayed(number: int) -> bool:
+    """Whether a signal after the first asks for nothing new. Belongs on the main thread.
+
+    Who stops a whole service (systemd, a scheduler) sends SIGTERM to each process, and parents then
+    send it to their children once more. A parent that waits no longer kills them.
+    """
+    is_relayed = number == signal.SIGTERM and _ends_with_parent()
+    if is_relayed:
+        log.info("SIGTERM again: draining goes on")
+    return is_relayed
+
+
+def _ends_with_parent() -> bool:
+    """Whether the parent has tied this process to itself, see prctl(2): it asks it to end."""
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+    return number.value != 0
 
 
 def count_refusals(registry: CollectorRegistry, prefix: str) -> Callable[[Refusal], None]:

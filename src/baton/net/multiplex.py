@@ -28,6 +28,8 @@ MAX_FRAME_BYTES: Final = 64 << 10
 FLUSH_BYTES: Final = 16 << 10
 """What waits is written before the loop's turn ends, if it is more: a TLS record."""
 _HEADER: Final = MULTIPLEX_HEADER.encode()
+MAX_NUMBER: Final = 999_999_999
+"""The last number of a stream: one connection has had as many then."""
 _SLOT: Final = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 
 

@@ -119,7 +119,8 @@ class PreemptionWatch:
         """SIGTERM or SIGINT has come: for how many seconds requests may still take from now on.
 
         At most `timeout_s`; after a notice, whose signal does not count, until that time. None:
-        the second signal that somebody has sent, at which the process ends at once.
+        the second signal that somebody has sent: the process ends at once, unless its parent only
+        passed it on (`ignore_relayed`).
         """
         now, notice = self._clock.now(), None if self._is_noted else self.notice
         if notice is not None:

@@ -37,6 +37,7 @@ from baton.net.http_server import (
     SilentServer,
     bind,
     end_signals,
+    ignore_relayed,
     make_server_config,
     start_listening,
     url_of,
@@ -253,6 +254,8 @@ class ProcessLife:
     def _on_signal(self, number: int) -> None:
         timeout_s = self._watch.note_signal(self._options.drain_timeout_s)
         if timeout_s is None:
+            if ignore_relayed(number):
+                return
             logger.warning("a second signal: leaving at once")
             os._exit(128 + number)
         logger.info(

@@ -1,13 +1,27 @@
 """What is found before vLLM starts, and what it says of itself when it has."""
 
+import asyncio
+import ctypes
 import importlib.metadata
+import signal
+from types import SimpleNamespace
 
 import pytest
 
+from baton.clock import MachineClock
+from baton.config.sections import Config, PreemptionSection, SecuritySection
+from baton.engines.vllm.access_middleware import DrainState
 from baton.engines.vllm.arguments import check_model, check_room, find_platform
 from baton.engines.vllm.options import VllmOptions
-from baton.engines.vllm.serving import ProbedIdentity, _parse, read_identity
+from baton.engines.vllm.serving import (
+    ProbedIdentity,
+    ServerLifecycle,
+    _parse,
+    read_identity,
+)
 from baton.errors import ConfigError, EngineError
+from baton.net.preemption import PreemptionWatch
+from baton.telemetry.process_status import StatusReporter
 
 MIB = 1024 * 1024
 
@@ -36,6 +50,42 @@ def test_an_identity_is_read_from_a_probes_answer():
 def test_a_server_without_the_connector_is_recognised(body):
     with pytest.raises(EngineError, match="not with what Baton's connector answers"):
         read_identity(body)
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_sigterm_again_ends_a_server_at_once_unless_a_launcher_passes_it_on(
+    monkeypatch, is_launched
+):
+    """A launcher's child ends with its parent: prctl(2), PR_SET_PDEATHSIG."""
+    reporter, config = StatusReporter(-1), Config(security=SecuritySection(tls="off"))
+    watch = PreemptionWatch(PreemptionSection(), "w", MachineClock(), reporter)
+    context = SimpleNamespace(config=config, status_reporter=reporter, membership=None)
+    life = ServerLifecycle(context, watch)
+    left, stops = [], []
+
+    def leave(status):
+        left.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(life, "_exit", leave)
+
+    async def scenario():
+        life._on_signal(signal.SIGTERM, lambda: stops.append(True))
+        try:
+            life._on_signal(signal.SIGTERM, lambda: None)
+        except SystemExit:
+            return
+        await life._ending
+
+    monkeypatch.setattr("baton.engines.vllm.serving.DRAIN_STATE", DrainState())
+    prctl = ctypes.CDLL(None).prctl
+    prctl(1, signal.SIGKILL if is_launched else 0)
+    try:
+        asyncio.run(scenario())
+    finally:
+        prctl(1, 0)
+    assert left == ([] if is_launched else [128 + signal.SIGTERM])
+    assert stops, "vLLM's own handler has ended it"
 
 
 def test_a_folder_must_hold_a_checkpoint(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,3 +34,15 @@ def test_one_that_is_not_there_is_an_error_with_a_remedy(tmp_path: Path) -> None
     (tmp_path / "short").write_bytes(b"1234")
     with pytest.raises(ConfigError, match="too short"):
         LeaseFile.open(tmp_path / "short")
+
+
+def test_one_that_finds_no_room_is_an_error_and_no_crash_later(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"lease cannot be made: File too large"):
+            LeaseFile.create(tmp_path / "lease")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(ConfigError, match="cannot be made: No such file"):
+        LeaseFile.create(tmp_path / "none" / "lease")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, HandoffError, InvalidLayoutError
-from baton.handoff.kv_views import Holder, KVView, RegisteredView, StagingPool
+from baton.handoff.kv_views import KEPT_FOR, Holder, KVView, RegisteredView, StagingPool
 from baton.ids import TicketId
 from baton.kv.geometry import page_geometry
 from baton.transfer.region import allocate_host_region, release_region
@@ -77,6 +79,77 @@ def test_one_larger_than_a_half_is_served_when_nobody_else_is() -> None:
     assert pages.try_reserve(holder(2), 7) is None
     pages.release(holder(1, "send"))
     assert pages.take_granted() == [holder(2)]
+
+
+def test_a_direction_that_is_not_used_any_more_keeps_no_half() -> None:
+    """A stream that moves once is received to by a prefill worker, and sent by a decode worker."""
+    pages = StagingPool(NUM_PAGES)
+    pages.try_reserve(holder(1), 1)
+    pages.release(holder(1))
+    for _ in range(KEPT_FOR - 1):
+        assert len(pages.try_reserve(holder(2, "send"), 4)) == 4
+        assert pages.try_reserve(holder(3, "send"), 4) is None, "the half of what is received"
+        pages.release(holder(3, "send"))
+        pages.release(holder(2, "send"))
+    for number in (2, 3):
+        assert len(pages.try_reserve(holder(number, "send"), 4)) == 4
+
+
+def test_a_direction_keeps_its_half_while_it_holds_pages() -> None:
+    pages = StagingPool(NUM_PAGES)
+    pages.try_reserve(holder(1), 1)
+    for _ in range(KEPT_FOR + 1):
+        pages.try_reserve(holder(2, "send"), 4)
+        pages.release(holder(2, "send"))
+    pages.try_reserve(holder(2, "send"), 4)
+    assert pages.try_reserve(holder(3, "send"), 1) is None
+
+
+def test_one_larger_than_a_half_is_not_overtaken_by_the_other_direction() -> None:
+    pages = StagingPool(NUM_PAGES)
+    pages.try_reserve(holder(1, "send"), 1)
+    assert pages.try_reserve(holder(2), 7) is None
+    assert pages.try_reserve(holder(3, "send"), 1) is None
+    pages.release(holder(1, "send"))
+    assert pages.take_granted() == [holder(2), holder(3, "send")]
+
+
+def test_sends_do_not_wait_for_one_larger_than_a_half_while_others_are_received() -> None:
+    """Their peers may wait with what comes to those: for the sends, behind a large one as well."""
+    pages = StagingPool(NUM_PAGES)
+    pages.try_reserve(holder(1), 1)
+    assert pages.try_reserve(holder(2), 8) is None
+    assert pages.try_reserve(holder(3, "send"), 4) is not None
+    pages.release(holder(1))
+    assert pages.try_reserve(holder(4, "send"), 1) is None
+    pages.release(holder(3, "send"))
+    assert pages.take_granted() == [holder(2)]
+
+
+@given(st.lists(st.tuples(st.integers(1, NUM_PAGES), st.booleans()), min_size=1, max_size=4))
+@settings(max_examples=50)
+def test_all_are_served_while_others_keep_asking(asks: list[tuple[int, bool]]) -> None:
+    """One handoff more of each direction asks whenever the one that was served first ends."""
+    pages, held = StagingPool(NUM_PAGES), []
+    numbers = itertools.count()
+
+    def ask(num_pages: int, side: str) -> Holder:
+        asking = Holder(side, TicketId(next(numbers).to_bytes(16)))
+        if pages.try_reserve(asking, num_pages) is not None:
+            held.append(asking)
+        return asking
+
+    unserved = {ask(num_pages, "send" if sends else "receive") for num_pages, sends in asks}
+    for _ in range(2 * NUM_PAGES * len(asks)):
+        unserved -= set(held)
+        if not unserved:
+            break
+        ask(1, "receive")
+        ask(1, "send")
+        pages.release(held.pop(0))
+        held += pages.take_granted()
+        pages.check_invariants()
+    assert not unserved
 
 
 @given(

@@ -87,11 +87,11 @@ class Traffic:
     """A gateway's count of requests."""
 
     def __init__(self, clock):
-        self.clock, self.num_begun = clock, 0
+        self.clock, self.num_begun, self.model = clock, 0, "demo"
 
     def report(self):
         demand = ModelDemand(
-            model="demo",
+            model=self.model,
             num_begun=self.num_begun,
             num_waiting=0,
             window_s=30.0,
@@ -224,6 +224,42 @@ def test_each_address_of_a_name_is_a_gateway(monkeypatch, caplog):
     assert list(reports) == [f"http://127.0.0.1:{port}"]
     assert "other does not resolve: Name or service not known" in caplog.text
     assert f"http://127.0.0.2:{port}" in caplog.text
+
+
+def test_a_fleet_that_serves_another_model_is_scaled_by_that_one():
+    clock, fleet = ManualClock(), Fleet()
+    traffic = Traffic(clock)
+    with pages(traffic.report) as gateway:
+        autoscaler, _ = make(gateway, clock, fleet)
+        look(autoscaler, clock, traffic, 2, rate=0.2)
+        traffic.model = "demo-2"
+        look(autoscaler, clock, traffic, 6, rate=8)
+    assert fleet.counts["prefill"] > 1
+
+
+def report(*models):
+    shown = tuple(
+        ModelDemand(
+            model=model, num_begun=0, num_waiting=0, window_s=30.0, ended=(), shape=SHAPE
+        )
+        for model in models
+    )  # fmt: skip
+    return {"http://gateway": DemandReport("one", shown)}
+
+
+def test_the_model_is_the_only_one_that_is_reported(caplog):
+    demand = DemandReader([], None)
+    found = [demand.find_model(report(*each)) for each in ("", "a", "", "ab", "b")]
+    assert found == [None, "a", "a", None, "b"], "of a fleet without workers the last one"
+    assert "they serve a, b: set scaling.model" in caplog.text
+
+
+def test_a_configured_model_that_no_gateway_reports_is_a_warning(caplog):
+    demand = DemandReader([], "a")
+    assert [demand.find_model(report(*each)) for each in ("", "ab")] == ["a", "a"]
+    assert not caplog.messages
+    assert demand.find_model(report("b")) == "a"
+    assert "they serve b: scaling.model is a" in caplog.text
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b"\xff"])

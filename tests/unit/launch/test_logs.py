@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 from contextlib import aclosing
 
 import pytest
@@ -46,6 +47,21 @@ def test_following_survives_rotation(tmp_path):
 
     asyncio.run(follow())
     assert (tmp_path / "w.log.1").exists()
+
+
+def test_a_rotation_that_failed_is_made_up_for(tmp_path):
+    path = tmp_path / "w.log"
+    log = LogFile(path, max_bytes=100)
+    log.write_line("a" * 90)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # no file can be opened
+    try:
+        log.write_line("lost" * 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    log.write_line("line" * 5)
+    log.close()
+    assert path.read_text() == "line" * 5 + "\n"
 
 
 def test_logs_of_workers_that_are_gone_do_not_pile_up(tmp_path):

@@ -1,5 +1,6 @@
 """Announcements, diagnoses, what the gateway says, and what is shown."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -154,3 +155,30 @@ def test_a_launch_goes_on_without_its_terminal(tmp_path, monkeypatch):
         full.close()
     assert (tmp_path / "decode-0.log").read_text() == "a line\n"
     assert (tmp_path / "launcher.log").read_text() == "1970-01-01 00:00:00+00:00 decode-0 ended\n"
+
+
+ANNOUNCING = """
+import sys
+from pathlib import Path
+from baton.clock import MachineClock
+from baton.launch.logs import LogFolder
+from baton.launch.progress import LoggedDisplay, PlainDisplay
+
+clock = MachineClock()
+logs = LogFolder(Path(sys.argv[1]))
+display = LoggedDisplay(PlainDisplay(clock), logs, clock, shows_children=True)
+display.announce("http://here")
+"""
+
+
+def test_a_launch_goes_on_without_its_standard_output(tmp_path):
+    """Until its end, too, at which Python writes what is left."""
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", ANNOUNCING, str(tmp_path)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert (tmp_path / "launcher.log").read_text().endswith(" http://here\n")

@@ -39,7 +39,7 @@ from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
 from baton.ids import Epoch, WorkerId
 from baton.net.http_limits import WORKER_LIMITS, Connections, allow_descriptors
-from baton.net.http_server import bounded_protocol
+from baton.net.http_server import bounded_protocol, ignore_relayed
 from baton.net.preemption import PreemptionWatch
 from baton.net.probes import serve_probes
 from baton.net.tls import ClusterTls, Tls
@@ -284,6 +284,8 @@ class ServerLifecycle:
         """`stop` is vLLM's own handler."""
         timeout_s = self._watch.note_signal(self._context.config.worker.drain_timeout_s)
         if timeout_s is None:
+            if ignore_relayed(number):
+                return
             logger.warning("a second signal: leaving at once")
             self._exit(128 + number)
         name = signal.Signals(number).name
