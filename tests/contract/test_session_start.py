@@ -8,6 +8,7 @@ from baton.errors import TransferError
 from baton.testing.transport_contract.kit import TransportKit
 from baton.testing.transport_pair import TransportPair
 from baton.transfer.interface import RemoteAttached, RemoteLost
+from baton.transfer.onesided import transport
 from baton.transfer.onesided.session import Library
 from baton.transfer.onesided.transport import OneSidedTransport
 
@@ -57,17 +58,19 @@ class Kit(TransportKit):
 
 
 class Start:
-    """An owner, and two peers that attach: each has its session, started by `start`."""
+    """An owner, and peers that attach: each has its session, started by `start`."""
 
-    def __init__(self):
+    def __init__(self, num_peers=2):
         owner, peers = Kit(), Kit()
         reader = owner.make_side()
         owner.opened.clear()  # the one that was tried
-        self.pairs = [TransportPair.of(peers.make_side(), reader) for _ in range(2)]
+        self.pairs = [TransportPair.of(peers.make_side(), reader) for _ in range(num_peers)]
         self.remotes, self.sessions, self.reader = [], owner.opened, reader
         for number, pair in enumerate(self.pairs, 1):
             self.remotes.append(pair.writer.transport.attach(reader.descriptor))
-            pair.pump(lambda number=number: len(owner.opened) == number)
+            due = min(number, transport.MAX_STARTING)
+            pair.pump(lambda due=due: len(owner.opened) >= due)
+            pair.poll_for(0.01)
 
     def attached(self, number):
         return RemoteAttached(self.remotes[number]) in self.pairs[number].writer_events
@@ -75,14 +78,28 @@ class Start:
     def start(self, number):
         os.eventfd_write(self.sessions[number].fd, 1)
 
+    def close(self):
+        for pair in self.pairs[1:]:
+            pair.writer.close()
+        self.pairs[0].close()
+        assert all(session.is_closed for session in self.sessions)
+
 
 @pytest.fixture
 def start():
     started = Start()
     yield started
-    started.pairs[0].writer.close()
-    started.pairs[1].close()
-    assert all(session.is_closed for session in started.sessions)
+    started.close()
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    """Four peers, of which two have a session that starts."""
+    monkeypatch.setattr(transport, "MAX_STARTING", 2)
+    started = Start(4)
+    assert len(started.sessions) == 2
+    yield started
+    started.close()
 
 
 def test_a_peer_is_admitted_once_its_session_has_started_whatever_others_wait_for(start):
@@ -114,3 +131,31 @@ def test_the_session_of_a_peer_that_leaves_meanwhile_is_closed(start, caplog):
 def test_sessions_that_start_are_closed_with_their_transport(start):
     start.reader.transport.close()
     assert all(session.is_closed for session in start.sessions)
+
+
+def test_no_more_sessions_start_at_a_time_than_the_cores_are_for(queue):
+    queue.start(0)
+    queue.pairs[0].pump(lambda: queue.attached(0))
+    assert len(queue.sessions) == 3
+    queue.sessions[1].fails = True
+    queue.start(1)
+    queue.pairs[1].pump(lambda: bool(queue.pairs[1].seen(RemoteLost)))
+    assert len(queue.sessions) == 4
+    for number in (2, 3):
+        queue.start(number)
+        queue.pairs[number].pump(lambda number=number: queue.attached(number))
+
+
+def test_the_next_session_starts_where_a_peer_leaves_and_none_for_one_that_left(queue, caplog):
+    queue.pairs[2].writer.transport.detach(queue.remotes[2])
+    queue.pairs[2].pump(lambda: "left before" in caplog.text)
+    assert len(queue.sessions) == 2
+    queue.pairs[0].writer.transport.detach(queue.remotes[0])
+    queue.pairs[0].pump(lambda: len(queue.sessions) == 3)
+    queue.start(2)
+    queue.pairs[3].pump(lambda: queue.attached(3))
+
+
+def test_peers_whose_sessions_have_not_started_are_left_with_their_transport(queue):
+    queue.reader.transport.close()
+    assert len(queue.sessions) == 2

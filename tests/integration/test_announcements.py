@@ -13,7 +13,7 @@ import pytest
 from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
 from baton.gateway.members.heartbeat_socket import Datagrams
-from baton.gateway.members.heartbeat_table import Heartbeats, Renewal
+from baton.gateway.members.heartbeat_table import Renewal
 from baton.gateway.members.lease_table import MIN_INTERVAL_S, Lease
 from baton.gateway.options import WorkerAddress
 from baton.ids import WorkerId, new_epoch
@@ -220,10 +220,8 @@ def test_leases_are_renewed_by_datagrams_and_posts_follow_those_that_are_lost(
 
 def check_that_a_renewal_is_of_its_sender(one: Gateway) -> None:
     """No other worker, epoch or certificate gets a lease by a renewal under this one's key."""
-    lease, sender = (
-        each.find(WorkerId("w")) for each in (one.members.table, one.members.heartbeats)
-    )
-    assert isinstance(sender, Heartbeats)
+    lease = one.members.table.find(WorkerId("w"))
+    (sender,) = (each for each in one.members.heartbeats if each.worker == WorkerId("w"))
     assert isinstance(lease, Lease)
     held = msgspec.structs.replace(lease.announcement, sequence=10**6)
     author = Credentials.of(CLUSTER_KEY)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 
@@ -10,6 +11,8 @@ from baton.net.cluster_client import ClusterClient, NoAnswerError
 
 DEAD, ALIVE = "127.0.0.2", "127.0.0.3"
 TIMEOUT_S = 0.2
+ANSWER_TIMEOUT_S = 2.0
+"""Half of it is waited for the first of two addresses, the other one answers in the rest."""
 
 
 @contextmanager
@@ -34,17 +37,13 @@ async def answer(reader, writer):
     await writer.wait_closed()
 
 
-async def post(port, addresses):
+async def post(port, addresses, timeout_s=TIMEOUT_S):
     """The answer of the process whose name has these addresses."""
-
-    async def getaddrinfo(*_, **__):
-        found = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
-        return [(*found, (address, port)) for address in addresses]
-
-    asyncio.get_running_loop().getaddrinfo = getaddrinfo
     client = ClusterClient(f"http://gateways.test:{port}", None, None, max_answer_bytes=100)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
     try:
-        return await client.post("/x", b"", TIMEOUT_S)
+        with patch.object(socket, "getaddrinfo", lambda *_, **__: found):
+            return await client.post("/x", b"", timeout_s)
     finally:
         client.close()
 
@@ -52,7 +51,7 @@ async def post(port, addresses):
 def test_the_next_address_is_used_where_the_first_one_does_not_answer():
     async def scenario(port):
         async with await asyncio.start_server(answer, ALIVE, port):
-            return await post(port, [DEAD, ALIVE])
+            return await post(port, [DEAD, ALIVE], ANSWER_TIMEOUT_S)
 
     with no_answer_at(DEAD) as port:
         assert asyncio.run(scenario(port)) == b"ok"

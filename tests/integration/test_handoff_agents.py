@@ -5,6 +5,7 @@ The engine is played by the test: it writes random bytes into prefill's pages, l
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +18,7 @@ import pytest
 from baton.auth.credentials import Credentials
 from baton.auth.ticket import WorkerRef
 from baton.clock import Instant, MachineClock
-from baton.errors import ConfigError
+from baton.errors import ConfigError, TransferError
 from baton.handoff import agent, write_batches
 from baton.handoff.agent import HandoffAgent, ReadyLayers
 from baton.handoff.interface import (
@@ -52,7 +53,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from baton.handoff.messages import Notification, TransferOp
-    from baton.transfer.interface import PagedRegion, RegionDescriptor, TransferEvent, Transport
+    from baton.transfer.interface import (
+        PagedRegion,
+        RegionDescriptor,
+        RemoteId,
+        TransferEvent,
+        Transport,
+    )
 
 
 @pytest.fixture(name="key")
@@ -117,7 +124,7 @@ def test_the_expected_transport_is_recorded_beside_the_one_used(
     expose = SharedTransport.expose
 
     def expose_elsewhere(self: SharedTransport, region: PagedRegion) -> RegionDescriptor:
-        """As from another host: a socket's name that nobody has here."""
+        """As from another network namespace of this host: a socket's name that is unknown here."""
         return msgspec.structs.replace(expose(self, region), endpoint="baton-" + "0" * 32)
 
     monkeypatch.setattr(SharedTransport, "expose", expose_elsewhere)
@@ -134,6 +141,52 @@ def test_the_expected_transport_is_recorded_beside_the_one_used(
         assert receiving.trace.expected_transport == "shared"
         assert receiving.trace.transport == "tcp"
     assert "d is reached by tcp, not shared" in caplog.text
+
+
+def test_what_stays_within_a_host_is_not_expected_to_reach_another_one(
+    key: Credentials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    domains = iter(["one host", "another host"])
+    monkeypatch.setattr("baton.handoff.io_backend.read_clock_domain", lambda: next(domains))
+    attached: list[RegionDescriptor] = []
+
+    def attach(_: SharedTransport, descriptor: RegionDescriptor) -> RemoteId:
+        attached.append(descriptor)
+        raise TransferError("no such socket on this host")
+
+    monkeypatch.setattr(SharedTransport, "attach", attach)
+    with (
+        caplog.at_level(logging.INFO),
+        node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared", "tcp"), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        receiving = receive_order(ticket, start=0, num_tokens=10)
+        decode.agent.start_receive(receiving)
+        prefill.agent.start_send(send_order(ticket, num_tokens=10, num_ready_tokens=10))
+        prefill.agent.prefill_done(ticket.id, FIRST)
+        assert isinstance(decode.wait_for()[0], KVLanded)
+        assert receiving.trace.expected_transport == receiving.trace.transport == "tcp"
+    assert not attached
+    assert "not reached by shared" not in caplog.text
+
+
+def test_two_hosts_without_a_transport_between_hosts_fail_with_that_reason(
+    key: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    domains = iter(["one host", "another host"])
+    monkeypatch.setattr("baton.handoff.io_backend.read_clock_domain", lambda: next(domains))
+    with (
+        node("p", kinds=("shared",), key=key, block_size=16) as prefill,
+        node("d", kinds=("shared",), key=key, block_size=16) as decode,
+    ):
+        ticket = make_ticket(prefill.ref, decode.ref)
+        decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=10))
+        prefill.agent.start_send(send_order(ticket, num_tokens=10, num_ready_tokens=10))
+        prefill.agent.prefill_done(ticket.id, FIRST)
+        failed = decode.wait_for()[0]
+        assert isinstance(failed, KVFailed)
+        assert "which is on another host: shared here, shared there" in str(failed.error)
 
 
 class ShiftedClock(MachineClock):

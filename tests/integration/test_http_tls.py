@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import io
+import socket
 import ssl
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import uvicorn
 import uvloop
 from yarl import URL
 
+from baton.auth.certificates import IdentityRole
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.cli.main import run
@@ -23,6 +25,7 @@ from baton.gateway.errors import WorkerUnreachableError
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_gateway
 from baton.gateway.upstream import Upstream
+from baton.net.cluster_client import ClusterClient, NoAnswerError
 from baton.net.http_limits import Connections, HttpLimits, Refusal
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.net.tls import ClusterTls
@@ -304,3 +307,42 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
             runner.run(main())
     finally:
         gc.unfreeze()
+
+
+def test_a_worker_is_reached_at_its_last_address_while_its_name_is_not_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There, a port that refuses does not prove that the worker has ended: it may have moved."""
+    found = ["127.0.0.1"]
+
+    def getaddrinfo(_: object, port: int | None, *__: object, **___: object) -> list[Any]:
+        if not found:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port or 0)) for each in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    async def main() -> None:
+        async with Server(KEY).running() as server:
+            url = URL(server.url).with_host("worker-at-its-last-address.test")
+            client = ClusterClient(
+                str(url), IdentityRole.WORKER, ClusterTls(KEY), max_answer_bytes=100
+            )
+            workers = (WorkerAddress(str(url), Role.BOTH),)
+            upstream = Upstream(GatewayOptions(addresses=workers, credentials=KEY))
+            for _ in range(2):
+                assert await upstream.ask(url / "x", b"{}", 5.0) == (200, b"{}")
+                with pytest.raises(NoAnswerError, match="200 OK"):  # it is in chunks
+                    await client.post("/x", b"{}", 5.0)
+                upstream.close()
+                client.close()
+                found.clear()
+            await server.until_left()
+        with pytest.raises(WorkerUnreachableError, match="Temporary failure") as unreachable:
+            await upstream.ask(url / "x", b"{}", 5.0)
+        with pytest.raises(NoAnswerError, match="Temporary failure") as unanswered:
+            await client.post("/x", b"{}", 5.0)
+        assert not unreachable.value.is_refused
+        assert not unanswered.value.is_refused
+
+    asyncio.run(main())

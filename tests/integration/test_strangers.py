@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.auth.credentials import Credentials
+from baton.handoff import peers
 from baton.handoff.peers import AUTHENTICATION_TIMEOUT_S, MAX_UNPROVED
 from baton.net import endpoints
 from baton.net.framing import DialerHandshake
 from tests.integration.handoff_nodes import FIRST, Node, make_handoff, node
 from tests.integration.test_handoff_failover import wait_until
+from tests.unit.handoff.orders import make_ticket, receive_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,6 +115,26 @@ def test_strangers_that_take_all_places_give_the_oldest_to_a_peer(
         wait_until(lambda: len(list(prefill.agent.loop._peers)) == MAX_UNPROVED)
         hand_over(prefill, decode)
     assert "have not proved the key either" in caplog.text
+
+
+def test_peers_are_warned_of_after_any_number_of_connections_and_of_warnings(
+    key: Credentials, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "MAX_WARNINGS", 2)
+    with node("p", kinds=TCP, key=key) as prefill:
+        for number in range(3):
+            with connect(prefill.ref.address) as sock:
+                sock.sendall(b"%08x" % number)  # no handshake, and another error for each
+                wait_until(lambda: is_closed(sock))
+        for model in ("b", "c", "d"):
+            with node("d", kinds=TCP, key=key, fingerprint=f"model-{model}") as decode:
+                ticket = make_ticket(prefill.ref, decode.ref)
+                decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20))
+                decode.wait_for(2)
+    warned = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert sum("a connection was closed" in text for text in warned) == 1
+    refused = [text for text in warned if "link to an unknown peer ended" in text]
+    assert [text.partition("model-")[2][0] for text in refused] == ["b", "c", "d"]
 
 
 def test_data_listeners_do_the_same(key: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import socket
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -50,7 +52,11 @@ class RawServer:
             writer.close()
 
 
-def run(serve: Serve, scenario: Callable[[RawServer, Upstream, URL], Awaitable[None]]) -> None:
+def run(
+    serve: Serve,
+    scenario: Callable[[RawServer, Upstream, URL], Awaitable[None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+) -> None:
     async def main() -> None:
         handler = RawServer(serve)
         server = await asyncio.start_server(handler, "127.0.0.1", 0)
@@ -64,7 +70,7 @@ def run(serve: Serve, scenario: Callable[[RawServer, Upstream, URL], Awaitable[N
             server.close()
             await until(lambda: handler.num_closed == handler.num_connections)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
 
 
@@ -327,3 +333,28 @@ def test_a_connection_for_which_this_host_lacks_a_descriptor_is_no_fault_of_the_
         assert not server.num_connections
 
     run(replying(OK), scenario)
+
+
+def test_a_worker_whose_name_hangs_in_the_resolver_delays_no_other_worker(monkeypatch):
+    """A lookup cannot be cancelled: it used to keep one of the few threads that all names share."""
+    goes_on = threading.Event()
+
+    def getaddrinfo(host, port, *_, **__):
+        if host == "hangs.test":
+            goes_on.wait(30)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port or 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    async def scenario(_: RawServer, upstream: Upstream, url: URL) -> None:
+        probes = [upstream.get(url.with_host("hangs.test"), 0.01) for _ in range(40)]
+        try:
+            for each in await asyncio.gather(*probes, return_exceptions=True):
+                assert isinstance(each, WorkerUnreachableError)
+            assert await upstream.get(url.with_host("good.test"), 5.0) == (200, b"{}")
+        finally:
+            goes_on.set()
+
+    # uvloop's lookups, of which two run at once, cannot be patched; asyncio has a few threads, too.
+    run(replying(OK), scenario, asyncio.new_event_loop)

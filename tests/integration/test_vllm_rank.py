@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -119,7 +120,13 @@ class OpenRank:
     """A rank with memory of its own, as vLLM's worker gives it."""
 
     def __init__(
-        self, folder: Path, name: str, role: Any, device: str = "cpu", **options: Any
+        self,
+        folder: Path,
+        name: str,
+        role: Any,
+        device: str = "cpu",
+        number: int = 0,
+        **options: Any,
     ) -> None:
         config = configure(write_model(folder))
         config.device_config.device_type = device
@@ -129,14 +136,14 @@ class OpenRank:
         specs = main_layers()
         cache = plan(config, specs)
         announce(config, tuple(specs))
-        identity = Identity(WorkerId(name), Epoch(name * 16), role, 1)
+        identity = Identity(WorkerId(name), Epoch(name * 16), role, number + 1)
         connector = ConnectorOptions(**{
             "transports": ("tcp",),
             "fingerprint": "f" * 64,
             "probe_time_s": 0.05,
             **options,
         })
-        self.rank = Rank(RankPlan(config, cache, connector, identity, rank=0))
+        self.rank = Rank(RankPlan(config, cache, connector, identity, rank=number))
         context = self.rank.pool_context()
         if device != "cpu":  # memory of this host in place of a GPU's
             assert context is None
@@ -148,6 +155,27 @@ class OpenRank:
         self.handoffs: RankHandoffs
         self.handoffs, facts = self.rank.open(self.tensors)
         self.ref = WorkerRef(*identity.of_rank(0), facts.handoff_address)
+
+
+def test_each_rank_listens_at_the_configured_ports_plus_its_number(tmp_path: Path) -> None:
+    with ExitStack() as probes:
+        ports = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        handoff, control, tcp = (each.getsockname()[1] - 1 for each in ports)
+    opened = OpenRank(
+        tmp_path / "model",
+        "pp",
+        "prefill",
+        number=1,
+        handoff_port=handoff,
+        control_port=control,
+        transport_options={"tcp": {"port": tcp}},
+        tls="off",
+    )
+    try:
+        for port in (handoff, control, tcp):
+            socket.create_connection(("127.0.0.1", port + 1), timeout=10).close()
+    finally:
+        opened.rank.close()
 
 
 @contextmanager

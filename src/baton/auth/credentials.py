@@ -87,14 +87,19 @@ class Credentials:
         read: Callable[[], Identity],
         files: Sequence[Path] = (),
         clock: Clock | None = None,
+        *,
+        check: Callable[[Identity], object] | None = None,
     ) -> None:
         """`read` gives the identity at once, and again after one of `files` changed.
+
+        `check` raises OSError or ValueError for one that other users of it could not use.
 
         Raises:
             ConfigError: the identity cannot be used.
         """
         self.key = key
         self._read, self._files, self._clock = read, tuple(files), clock or MachineClock()
+        self._check = check
         self._lock = threading.Lock()
         self._looked_at = self._clock.now()
         self._version = self._stat()
@@ -113,15 +118,20 @@ class Credentials:
 
     @classmethod
     def from_directory(
-        cls, directory: Path, key: ClusterKey, clock: Clock | None = None
+        cls,
+        directory: Path,
+        key: ClusterKey,
+        clock: Clock | None = None,
+        *,
+        check: Callable[[Identity], object] | None = None,
     ) -> Credentials:
-        """Read `IDENTITY_FILES`, of which the list of what was revoked may be absent.
+        """Read `IDENTITY_FILES`, of which the list of what was revoked may be absent at the start.
 
         Raises:
             ConfigError: a file is missing, cannot be used, or others can read the private key.
         """
         files = [directory / name for name in IDENTITY_FILES]
-        return cls(key, lambda: read_identity(directory), files, clock)
+        return cls(key, lambda: read_identity(directory), files, clock, check=check)
 
     @property
     def number(self) -> int:
@@ -210,7 +220,7 @@ class Credentials:
             if version == self._version:
                 return
             try:
-                self._loaded = self._load(self._read(), self._loaded.number + 1)
+                self._loaded = self._load_again(self._loaded)
             except ConfigError as exc:
                 # Perhaps half of the files were replaced: they are looked at again.
                 if str(exc) != self._problem:
@@ -222,6 +232,15 @@ class Credentials:
 
     def _stat(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(file_version(path) for path in self._files)
+
+    def _load_again(self, before: _Loaded) -> _Loaded:
+        identity = self._read()
+        if before.identity.revoked and not identity.revoked:
+            raise ConfigError(
+                f"{REVOKED_FILE} of {before.own} is gone: what it revoked would be trusted again; "
+                "start the process anew to do without a list"
+            )
+        return self._load(identity, before.number + 1)
 
     def _load(self, identity: Identity, number: int) -> _Loaded:
         private_key = from_pem(identity.private_key)
@@ -241,6 +260,11 @@ class Credentials:
                 f"the certificate of {own} was good until {until:%Y-%m-%d %H:%M} UTC; renew it "
                 "with: baton key rotate DIRECTORY"
             )
+        if self._check is not None:
+            try:
+                self._check(identity)
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"the identity {own} cannot be used: {exc}") from exc
         return _Loaded(
             number, identity, own, Signer(der, private_key), find_peer, trust.revoked_serial_numbers
         )
@@ -250,7 +274,8 @@ def read_identity(directory: Path) -> Identity:
     """Read an identity's directory.
 
     Raises:
-        ConfigError: a file is missing or too large, or others can read the private key.
+        ConfigError: a file is missing or too large, the list of what was revoked is empty, or
+            others can read the private key.
     """
     private_key = directory / PRIVATE_KEY_FILE
     try:
@@ -261,12 +286,22 @@ def read_identity(directory: Path) -> Identity:
             certificate=_read_file(directory / CERTIFICATE_FILE),
             authorities=_read_file(directory / AUTHORITIES_FILE),
             private_key=_read_file(private_key),
-            revoked=_read_file(revoked) if revoked.exists() else b"",
+            revoked=_read_list(revoked) if revoked.exists() else b"",
         )
     except OSError as exc:
         raise ConfigError(
             f"cannot read the identity in {directory}: {exc}; make one with: baton key issue"
         ) from exc
+
+
+def _read_list(path: Path) -> bytes:
+    content = _read_file(path)
+    if not content:  # a copy that failed half-way; a list that revokes nothing has a signature
+        raise ConfigError(
+            f"{path} is empty: copy the one of the authority's directory, or remove the file where "
+            "nothing was revoked"
+        )
+    return content
 
 
 def _read_file(path: Path) -> bytes:

@@ -139,7 +139,7 @@ def renew(
     if not drops_others:
         others = Identity(b"", old.authorities, b"", old.revoked)
         trusted, revoked = _merge(trusted, revoked, others)
-    files = {AUTHORITIES_FILE: trusted, REVOKED_FILE: revoked}
+    files = {AUTHORITIES_FILE: trusted} | ({REVOKED_FILE: revoked} if revoked else {})
     if not keeps_certificate:
         _, own = read_certificate(old.certificate)
         if own.name is None or len(own.roles) != 1:
@@ -250,13 +250,17 @@ def _revoked_of(pem: bytes) -> set[int]:
 
 
 def _merge(trusted: bytes, revoked: bytes, others: Identity) -> tuple[bytes, bytes]:
-    """Those of an authority, and those of others that it does not replace."""
-    authorities = [trusted, *(x for x in _split(others.authorities, _CERTIFICATE) if x != trusted)]
+    """Those of an authority, and those of others that it does not replace.
+
+    No list where others have none.
+    """
+    # Each once; with a line break after each, which a file may lack at its end.
+    authorities = dict.fromkeys(_split(trusted + others.authorities, _CERTIFICATE))
     if not others.revoked:
         return b"".join(authorities), b"" if len(authorities) > 1 else revoked
     issuer = _load_crl(revoked).issuer
     kept = [crl for crl in _split(others.revoked, _CRL) if _load_crl(crl).issuer != issuer]
-    return b"".join(authorities), b"".join([revoked, *kept])
+    return b"".join(authorities), b"".join([*_split(revoked, _CRL), *kept])
 
 
 _CERTIFICATE: Final = b"-----END CERTIFICATE-----\n"
@@ -264,7 +268,7 @@ _CRL: Final = b"-----END X509 CRL-----\n"
 
 
 def _split(pem: bytes, end: bytes) -> list[bytes]:
-    return [part + end for part in pem.split(end)[:-1]]
+    return [part.lstrip() + end for part in pem.split(end.rstrip())[:-1]]
 
 
 def _load_crl(pem: bytes) -> x509.CertificateRevocationList:

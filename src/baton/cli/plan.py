@@ -1,7 +1,9 @@
 """`baton plan`: its flags."""
 
+import errno
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +15,8 @@ from baton.cli.flags import ConfigFlags, RayAddress, Sets
 from baton.errors import ConfigError
 
 PRIVATE = 0o600
+NOT_REPLACED = frozenset({errno.EBUSY, errno.EACCES, errno.EROFS})
+"""A file that is mounted, or in a folder that cannot be written: it may still be writable."""
 
 
 @Parameter(name="*")
@@ -85,7 +89,7 @@ def plan(flags: PlanFlags | None = None) -> int:
         if flags.config is not None and not config.fleet.assignments:
             _check_not_source(flags.output, flags.config)
         try:
-            _write_private(flags.output.resolve(), planned_settings(resolved, planned))
+            _write_private(flags.output, planned_settings(resolved, planned))
         except OSError as exc:
             raise ConfigError(f"cannot write {flags.output}: {exc.strerror}") from exc
     if flags.json:
@@ -111,15 +115,29 @@ def _check_not_source(output: Path, source: Path) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner can read, completely or not at all."""
-    if path.exists() and not path.is_file():  # a pipe or device is written to, never replaced
+    """Write a file that only its owner can read, completely or not at all where it can be replaced.
+
+    A pipe or device is written to.
+    """
+    if path.exists() and not path.is_file():  # unresolved: the target of /dev/fd/3 is no path
         path.write_text(text, encoding="utf-8")
         return
+    path = path.resolve()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(text)
+        _fill(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE), text)
         part.replace(path)
+    except OSError as exc:
+        if exc.errno not in NOT_REPLACED or not path.exists():
+            raise
+        _fill(os.open(path, os.O_WRONLY | os.O_CLOEXEC), text)
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # replaced, or never made
+            part.unlink()
+
+
+def _fill(fd: int, text: str) -> None:
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        os.fchmod(fd, PRIVATE)
+        file.truncate()
+        file.write(text)

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Final
 from baton.auth.certificates import IdentityRole
 from baton.gateway.errors import WorkerUnreachableError
 from baton.gateway.http_client import Connection, TlsConnection
+from baton.net.host_names import merge_errors, name_of
 
 if TYPE_CHECKING:
     from yarl import URL
 
+    from baton.net.host_names import HostName
     from baton.net.tls import ClusterTls
 
 KEEP_ALIVE_S: Final = 3.0
@@ -57,9 +59,11 @@ class ConnectionPool:
     def __init__(
         self, origin: URL, tls: ClusterTls, connect_timeout_s: float, *, buffer: memoryview
     ) -> None:
-        self._origin, self._tls, self._connect_timeout_s = origin, tls, connect_timeout_s
+        self._tls, self._connect_timeout_s = tls, connect_timeout_s
         self._name, self._loop = str(origin), asyncio.get_running_loop()
         self._is_tls = origin.scheme == "https"
+        self._host, self._port = origin.host or "", origin.port or 0
+        self._host_name = name_of(self._host)
         self._buffer = buffer
         self.version_and_host = b" HTTP/1.1\r\nhost: " + _host_of(origin)
         """Of a request's head, what follows its path."""
@@ -132,28 +136,10 @@ class ConnectionPool:
 
     async def _make(self) -> Connection:
         """Connect, however long that takes."""
-        loop = self._loop
-        host, port = self._origin.host or "", self._origin.port or 0
-        context = self._tls.requesting if self._is_tls else None
-
-        transport: asyncio.Transport
-        connection: Connection
         try:
-            if context is not None:
-                transport, connection = await loop.create_connection(
-                    lambda: TlsConnection(
-                        self._name, context, self._keep, self._forget, buffer=self._buffer
-                    ),
-                    host,
-                    port,
-                    ssl=context,
-                    server_hostname=IdentityRole.WORKER.dns_name,
-                    ssl_handshake_timeout=self._connect_timeout_s,
-                )
-            else:
-                transport, connection = await loop.create_connection(
-                    lambda: Connection(self._name, None, self._keep, self._forget), host, port
-                )
+            if self._host_name is None:
+                return await self._connect_to(self._host)
+            return await self._connect_by_name(self._host_name)
         except ssl.SSLError as exc:
             raise WorkerUnreachableError(
                 f"{self._name} did not prove that it is of this cluster ({exc}): {NOT_PROVED}",
@@ -165,6 +151,41 @@ class ConnectionPool:
                 is_refused=isinstance(exc, ConnectionRefusedError | ConnectionResetError),
                 is_late=exc.errno in OWN_LACKS,
             ) from exc
+
+    async def _connect_by_name(self, name: HostName) -> Connection:
+        # TLS proves who is there, also at an address that the name had before.
+        found, errors = await name.find(self._connect_timeout_s, may_be_old=self._is_tls)
+        is_old = bool(errors)
+        for address in found:
+            try:
+                return await self._connect_to(address)
+            except OSError as exc:
+                if isinstance(exc, ssl.SSLError) and not is_old:
+                    raise
+                errors.append(exc)
+        raise merge_errors(errors)
+
+    async def _connect_to(self, address: str) -> Connection:
+        loop, port = self._loop, self._port
+        context = self._tls.requesting if self._is_tls else None
+
+        transport: asyncio.Transport
+        connection: Connection
+        if context is not None:
+            transport, connection = await loop.create_connection(
+                lambda: TlsConnection(
+                    self._name, context, self._keep, self._forget, buffer=self._buffer
+                ),
+                address,
+                port,
+                ssl=context,
+                server_hostname=IdentityRole.WORKER.dns_name,
+                ssl_handshake_timeout=self._connect_timeout_s,
+            )
+        else:
+            transport, connection = await loop.create_connection(
+                lambda: Connection(self._name, None, self._keep, self._forget), address, port
+            )
         if connection.is_open:
             self._open.add(connection)
             for level, option, value in KEEPALIVE:

@@ -31,6 +31,7 @@ INTERVAL_S: Final = 10.0
 LEAST_SEEN: Final = 8
 """Observations from which a line is worth keeping."""
 MAX_BYTES: Final = 1 << 20
+END_TIMEOUT_S: Final = 5.0
 
 log = logging.getLogger(__name__)
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e4)]
@@ -79,24 +80,46 @@ async def keep_costs(path: Path | None, load: FleetLoad) -> AsyncGenerator[None]
     if path is None:
         yield
         return
-    kept = _read(path)
+    kept = await asyncio.to_thread(_read, path)
     _guess(kept, load)
-    task = asyncio.create_task(_follow(path, load, kept))
+    ends = asyncio.Event()
+    task = asyncio.create_task(_follow(path, load, kept, ends))
     try:
         yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        _read_again(path, load, kept)
-        _write(path, load, kept)
+        ends.set()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await task
+        except TimeoutError:
+            log.warning(
+                "cannot keep the learned costs in %s: no answer in %g s", path, END_TIMEOUT_S
+            )
 
 
-async def _follow(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
-    while True:
-        await asyncio.sleep(INTERVAL_S)
-        _read_again(path, load, kept)
-        _write(path, load, kept)
+async def _follow(
+    path: Path, load: FleetLoad, kept: dict[str, KeptCosts], ends: asyncio.Event
+) -> None:
+    """Until `ends` is set, and once then.
+
+    On threads, since the file may be on another host: one at a time, even if it hangs.
+    """
+    is_last = False
+    while not is_last:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(INTERVAL_S):
+                await ends.wait()
+        is_last = ends.is_set()
+        try:
+            found = await asyncio.to_thread(_read, path)
+        except ConfigError as exc:
+            log.warning("%s; it is replaced by what this gateway has learned", exc)
+        else:  # of other gateways, too
+            kept.update(found)
+            _guess(found, load)
+        _learn(load, kept)
+        if kept:
+            await asyncio.to_thread(_write, path, KeptFile(dict(kept)))
 
 
 def _guess(kept: dict[str, KeptCosts], load: FleetLoad) -> None:
@@ -114,19 +137,7 @@ def _guess(kept: dict[str, KeptCosts], load: FleetLoad) -> None:
         })
 
 
-def _read_again(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
-    """Take what other gateways have written; a file that cannot be read is written anew."""
-    try:
-        found = _read(path)
-    except ConfigError as exc:
-        log.warning("%s; it is replaced by what this gateway has learned", exc)
-        return
-    kept.update(found)
-    _guess(found, load)
-
-
-def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
-    """Some hundred bytes for each model."""
+def _learn(load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
     for model, costs in load.models.items():
         before = kept.get(model, KeptCosts())
         kept[model] = KeptCosts(
@@ -135,10 +146,14 @@ def _write(path: Path, load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
             _keep(costs.load) or before.load,
             before.handoff | _keep_handoffs(costs.handoffs.lines),
         )
-    content = msgspec.json.format(msgspec.json.encode(KeptFile(kept)))
+
+
+def _write(path: Path, file: KeptFile) -> None:
+    """Some hundred bytes for each model."""
+    content = msgspec.json.format(msgspec.json.encode(file))
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # several gateways may write it
     try:
-        if not kept or (path.exists() and path.read_bytes() == content):
+        if path.exists() and path.read_bytes() == content:
             return
         unfinished.write_bytes(content)
         unfinished.replace(path)
@@ -161,9 +176,9 @@ def _keep_handoffs(lines: Sequence[LearnedLine]) -> dict[DistanceName, KeptLine]
 
 
 def _read(path: Path) -> dict[str, KeptCosts]:
-    if not path.parent.is_dir():
-        raise ConfigError(f"router.costs_file: there is no directory {path.parent}")
     try:
+        if not path.parent.is_dir():
+            raise ConfigError(f"router.costs_file: there is no directory {path.parent}")
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"router.costs_file: {path} has more than {MAX_BYTES} bytes")
         return msgspec.json.decode(path.read_bytes(), type=KeptFile).models

@@ -30,8 +30,10 @@ ANSWER_TIMEOUT_S: Final = 2.0
 MOST_AT_ONCE: Final = 8
 MAX_DECODE_SHARE: Final = 0.03
 """Of the event loop's time, which requests need."""
-MAX_INTERVAL_S: Final = 30.0 - LOOK_S - ANSWER_TIMEOUT_S
-"""Alerts look at the last 30 s (`alerts.rules.RECENT_S`): they must see each report of a worker."""
+MAX_AGE_S: Final = 30.0
+"""Of the latest report of a worker that answers. Alerts look at as much (`alerts.rules.RECENT_S`):
+they must see each report."""
+MAX_INTERVAL_S: Final = MAX_AGE_S - LOOK_S - ANSWER_TIMEOUT_S
 SMOOTHING: Final = 0.1
 """Of the mean time to decode a report: the weight of the latest one."""
 

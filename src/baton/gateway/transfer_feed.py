@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from baton.gateway.rank_reports import merge_transfers
-from baton.gateway.report_feed import MAX_INTERVAL_S, ReportFeed, ReportPage
+from baton.gateway.report_feed import MAX_AGE_S, ReportFeed, ReportPage
 from baton.gateway.transfer_sums import subtract_segments
 from baton.protocol.worker_http import TRANSFERS_PATH
 from baton.telemetry.transfer_report import (
@@ -97,7 +97,7 @@ class ReportHistory:
     def _find_first(self, now: Instant) -> _Kept:
         latest_at = self._kept[-1].at
         # While the worker reports, figures stay as they are from one report to the next.
-        ends_at = now if now - latest_at > MAX_INTERVAL_S else latest_at
+        ends_at = now if now - latest_at > MAX_AGE_S else latest_at
         while len(self._kept) > 1 and self._kept[1].at <= ends_at - WINDOW_S:
             self._kept.popleft()
         return self._kept[0]

@@ -99,7 +99,8 @@ class KVViewDescriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(_Message, frozen=True, tag="hello"):
     """First from each side. `views` are the sender's, best first.
 
-    `clock_domain` names the clock of its stamps: where both have the same one, none is shifted.
+    `clock_domain` names the clock of its stamps: where both have the same one, none is shifted, and
+    both are on one host.
     `traits` are readable properties of the worker, which only explain a refusal. `preferred_op`:
     whether the sender would receive by WRITE or READ, if it can be chosen. `probe_buffers` are
     where probes may be written (`transfer.links.scratch`), empty where the sender wants none.

@@ -555,8 +555,9 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             theirs = (
                 ", ".join(region.transport for region in peer.negotiated.theirs.regions) or "none"
             )
+            where = "" if peer.shares_clock else ", which is on another host"
             return PeerUnreachableError(
-                f"no transport in common with {peer.name}: {ours} here, {theirs} there"
+                f"no transport in common with {peer.name}{where}: {ours} here, {theirs} there"
             )
         reasons = (f"{r.kind}: {r.reason}" for r in known.peer_transports.values() if r.reason)
         return PeerUnreachableError("; ".join(reasons) or "no transport is left for this handoff")
@@ -657,8 +658,18 @@ class PeerTransportTable:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return {kind: each for kind, each in in_common.items() if each.capabilities.reads}
 
     def _in_common(self, peer: Peer) -> dict[str, Transport]:
+        """Those that both have; to another host without those that cannot leave this one.
+
+        They would fail each time, and be expected, as they are the quickest: a mismatch that is
+        none. Between network namespaces of one host they fail too, and that is reported: there the
+        operator can have them work.
+        """
         theirs = {region.transport for region in peer.negotiated.theirs.regions}
-        return {each.kind: each for each in self._transports if each.kind in theirs}
+        return {
+            each.kind: each
+            for each in self._transports
+            if each.kind in theirs and (not each.capabilities.same_host_only or peer.shares_clock)
+        }
 
     def _attach(
         self, known: _PeerTransports, peer_transport: PeerTransport

@@ -182,6 +182,7 @@ MAX_LINKS: Final = 1024
 MAX_UNPROVED: Final = 128
 """Places for those that dialed and have not proved the key: they take none of the others'."""
 MAX_WARNINGS: Final = 256
+"""Texts of which each is logged as a warning once; with more, the oldest again."""
 NUM_ROUND_TRIPS: Final = 8
 """The shortest of the latest ones shows a peer's clock (NTP's clock filter): clocks drift."""
 AUTHENTICATION_TIMEOUT_S: Final = 2.0
@@ -197,7 +198,7 @@ class Peer:
 
     `negotiated_views` are for raw KV, `encoded_views` for KV in each encoding that both have.
     `interest` is what the selector waits for on its socket. `distance` is that of the latest
-    handoff's ticket.
+    handoff's ticket. `shares_clock`: its Hello names this host, which nothing proves.
 
     KV goes to the side that dialed: from a peer that was `dialed` here, to one that dialed.
     """
@@ -205,6 +206,7 @@ class Peer:
     link: Link
     dialed: WorkerRef | None
     hello: Hello | None = None
+    shares_clock: bool = False
     negotiated_views: NegotiatedViews | None = None
     encoded_views: dict[str, NegotiatedViews] = field(default_factory=dict)
     pinged_at: float = 0.0
@@ -300,7 +302,7 @@ class PeerTable:
         self.unflushed: dict[Peer, None] = {}
         """Links over which something was sent since the last `flush`."""
         self._ended: list[PeerGone] = []
-        self._warned: set[str] = set()
+        self._warned: dict[str, None] = {}  # the oldest first
         self._unproved: dict[Peer, None] = {}  # of those that dialed; the oldest first
         self._accepts_at: Instant | None = None  # set while accepting is paused
         self._log = LimitedLog(logger, clock)
@@ -531,7 +533,7 @@ class PeerTable:
                 self.send(peer, Pong(at, self._clock.now()))
                 return []
             case Pong(echo, at):
-                if peer.hello is None or peer.hello.clock_domain != self._hello.clock_domain:
+                if not peer.shares_clock:
                     peer.measure_clock(echo, at, self._clock.now())
                 return []
             case _ if peer.hello is None:
@@ -552,6 +554,7 @@ class PeerTable:
             self.send(peer, HelloRefused(exc.differences))
             raise
         peer.hello = hello
+        peer.shares_clock = hello.clock_domain == self._hello.clock_domain
         if peer.dialed is None:
             self.send(peer, self._hello)
         # Before anything else is sent: the answer then comes before the first stamps to be shifted.
@@ -605,6 +608,7 @@ class PeerTable:
             del self.unflushed[peer]
             with suppress(BatonError):  # such as what it was refused for
                 peer.link.flush()
+        level = self._level_of(peer, error)
         if peer in self._unproved:
             del self._unproved[peer]
             self._log.warning("unauthenticated", f"handoff: a connection was closed: {error}")
@@ -612,15 +616,19 @@ class PeerTable:
         peer.link.close()
         if peer.dialed is not None:
             self._dialed.pop((peer.dialed.worker, peer.dialed.epoch), None)
-        logger.log(self._level_of(error), "handoff: link to %s ended: %s", peer.name, error)
+        logger.log(level, "handoff: link to %s ended: %s", peer.name, error)
         self._ended.append(PeerGone(peer, error))
 
-    def _level_of(self, error: BatonError) -> int:
+    def _level_of(self, peer: Peer, error: BatonError) -> int:
         """Peers come and go; one that cannot be talked to is the operator's business, once."""
+        if peer in self._unproved:  # logged by `_drop`, once in a while
+            return logging.DEBUG
         if isinstance(error, PeerLostError | PeerUnreachableError):
             return logging.INFO
         text = str(error)
-        if text in self._warned or len(self._warned) >= MAX_WARNINGS:
+        if text in self._warned:
             return logging.DEBUG
-        self._warned.add(text)
+        if len(self._warned) >= MAX_WARNINGS:
+            del self._warned[next(iter(self._warned))]
+        self._warned[text] = None
         return logging.WARNING

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from baton.errors import BatonError
+from baton.net.host_names import merge_errors, name_of
 
 if TYPE_CHECKING:
     import ssl
@@ -49,6 +50,7 @@ class ClusterClient:
         self._max_answer_bytes = max_answer_bytes
         parts = urlsplit(url)
         self._host = parts.hostname or ""
+        self._host_name = name_of(self._host)
         self._port = parts.port or _PORTS.get(parts.scheme, 0)
         self._is_tls = parts.scheme == "https"
         self._authority = parts.netloc
@@ -170,16 +172,21 @@ class ClusterClient:
             OSError: to none of them; `ConnectionRefusedError` where nothing listens at any.
         """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        share_s = timeout_s / len(found)
+        addresses: tuple[str, ...] = (self._host,)
         errors: list[OSError] = []
-        for family, kind, protocol, _, address in found:
-            self._address = str(address[0])
-            sock = socket.socket(family, kind, protocol)
+        if self._host_name is not None:
+            # TLS proves who is there, also at an address that the name had before.
+            addresses, errors = await self._host_name.find(timeout_s, may_be_old=self._is_tls)
+        share_s = timeout_s / len(addresses)
+        for address in addresses:
+            self._address = address
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            # With the protocol's number, by which asyncio knows where to set TCP_NODELAY.
+            sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             sock.settimeout(0)
             try:
                 async with asyncio.timeout(share_s):
-                    await loop.sock_connect(sock, address)
+                    await loop.sock_connect(sock, (address, self._port))
             except TimeoutError:
                 sock.close()
                 errors.append(OSError(f"{self._address} did not answer within {share_s:g} s"))
@@ -191,9 +198,7 @@ class ClusterClient:
                 raise
             else:
                 return sock
-        if all(isinstance(each, ConnectionRefusedError) for each in errors):
-            raise errors[-1]
-        raise OSError("; ".join(map(str, errors)))
+        raise merge_errors(errors)
 
 
 def _close_unused(

@@ -11,6 +11,7 @@ from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.config.cluster_key import find_cluster_key, find_configured_key, read_key_file
 from baton.errors import ConfigError
+from baton.net.tls import contexts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,8 @@ def find_credentials(
     # Without one, this process shares no store with others; all else is the identity's.
     key = parse_keys(configured.text)[0] if configured else ClusterKey.generate()
     directory = Path(security.identity).expanduser()
-    return FoundCredentials(Credentials.from_directory(directory, key), "configured")
+    credentials = Credentials.from_directory(directory, key, check=contexts_of)
+    return FoundCredentials(credentials, "configured")
 
 
 def parse_keys(text: str) -> list[ClusterKey]:

@@ -351,9 +351,16 @@ def wrap_dialer(sock: socket.socket, tls: Tls) -> ssl.SSLSocket:
 
 
 def contexts_of(identity: Identity) -> TlsContexts:
-    """For a process that shows this identity and trusts those of the same authorities."""
-    with shown_as_file(identity.certificate + identity.private_key) as own:
-        contexts = [_make_context(kind, own, own, identity.authorities.decode()) for kind in _KINDS]
+    """For a process that shows this identity and trusts those of the same authorities.
+
+    Raises:
+        OSError: OpenSSL cannot use it.
+        UnicodeDecodeError: the authorities are not in ASCII.
+    """
+    trusted = identity.authorities.decode("ascii")
+    # With a line break between them: a certificate's file may end without one.
+    with shown_as_file(identity.certificate + b"\n" + identity.private_key) as own:
+        contexts = [_make_context(kind, own, own, trusted) for kind in _KINDS]
     if identity.revoked:
         with shown_as_file(identity.revoked) as revoked:
             for context in contexts:

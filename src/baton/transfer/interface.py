@@ -319,7 +319,8 @@ class TransportContext:
     """What every transport is built from, besides its own options.
 
     `bind_host` is the only address it may listen on. `clock` bounds connecting and authenticating.
-    `tls` set: bytes that leave the host are to be encrypted.
+    `tls` set: bytes that leave the host are to be encrypted. `rank`: of the engine's processes with
+    the same options, which each listen at a configured port plus their rank.
     """
 
     credentials: Credentials
@@ -327,6 +328,7 @@ class TransportContext:
     bind_host: str
     clock: Clock
     tls: Tls | None = None
+    rank: int = 0
 
 
 class Transport(Protocol):

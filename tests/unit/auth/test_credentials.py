@@ -16,6 +16,7 @@ from baton.config.sections import ClusterSection, SecuritySection
 from baton.errors import AuthenticationError, ConfigError, TicketError
 from baton.ids import Epoch, TicketId, WorkerId
 from baton.net.credentials import find_credentials, parse_keys
+from baton.net.tls import contexts_of
 from baton.testing.clocks import ManualClock
 
 if TYPE_CHECKING:
@@ -283,3 +284,96 @@ def test_what_cannot_be_read_or_does_not_exist_is_refused(directories: Directori
         list(describe(directories.ca))
     with pytest.raises(ConfigError, match=r"ca\.crl"):
         revoke("w-0", directories.ca)
+
+
+@pytest.mark.parametrize("ends", ["truncated", "removed"])
+def test_a_list_that_ends_while_a_process_runs_revokes_as_before(
+    directories: Directories, caplog: pytest.LogCaptureFixture, ends: str
+) -> None:
+    """As a copy to a full disk leaves it."""
+    stolen, own = directories.issue("stolen"), directories.issue("w")
+    der = Credentials.from_directory(stolen, KEY).signer.certificate
+    revoke("stolen", directories.ca)
+    shutil.copy(directories.ca / "ca.crl", own)
+    clock = clock_at(dt.datetime.now(dt.UTC))
+    credentials = Credentials.from_directory(own, KEY, clock)
+    if ends == "truncated":
+        (own / "ca.crl").write_bytes(b"")
+    else:
+        (own / "ca.crl").unlink()
+    clock.advance(1.5)
+    with pytest.raises(AuthenticationError, match="worker stolen was revoked"):
+        credentials.find_peer(der)
+    assert "ca.crl" in caplog.text
+    assert "what was read before stays in use" in caplog.text
+    shutil.copy(directories.ca / "ca.crl", own)
+    renew(own, directories.ca)
+    clock.advance(1.5)
+    assert credentials.number == 1
+    with pytest.raises(AuthenticationError, match="worker stolen was revoked"):
+        credentials.find_peer(der)
+
+
+def test_an_empty_list_is_refused_at_the_start_too(directories: Directories) -> None:
+    own = directories.issue("w")
+    (own / "ca.crl").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"ca\.crl is empty: copy the one of the authority"):
+        Credentials.from_directory(own, KEY)
+    (own / "ca.crl").unlink()
+    assert Credentials.from_directory(own, KEY).identity.revoked == b""
+
+
+def test_an_identity_without_a_list_gets_none_with_a_second_authority(
+    directories: Directories,
+) -> None:
+    own = directories.issue("w")
+    (own / "ca.crl").unlink()
+    create_authority(directories.path / "ca2")
+    renew(own, directories.path / "ca2", keeps_certificate=True)
+    assert not (own / "ca.crl").exists()
+    assert Credentials.from_directory(own, KEY).own.name == "w"
+
+
+@pytest.mark.parametrize("name", ["tls.crt", "tls.key", "ca.crt", "ca.crl"])
+def test_files_without_a_last_line_break_can_be_used(directories: Directories, name: str) -> None:
+    own = directories.issue("w")
+    (own / name).write_bytes((own / name).read_bytes().rstrip(b"\n"))
+    assert contexts_of(Credentials.from_directory(own, KEY).identity).dialing.cert_store_stats()
+
+
+def test_rotating_and_revoking_keep_what_files_without_a_last_line_break_have(
+    directories: Directories,
+) -> None:
+    own, second = directories.issue("w"), directories.path / "ca2"
+    first, last = directories.issue("a"), directories.issue("b")
+    revoke("a", directories.ca)
+    create_authority(second)
+    for path in (directories.ca / "ca.crl", own / "ca.crt", own / "ca.crl", second / "ca.crt"):
+        path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    revoke("b", directories.ca)
+    shutil.copy(directories.ca / "ca.crl", own)
+    renew(own, second, keeps_certificate=True)
+    credentials = Credentials.from_directory(own, KEY)
+    assert credentials.identity.authorities.count(b"BEGIN") == 2
+    for revoked in (first, last):
+        der = Credentials.from_directory(revoked, KEY).signer.certificate
+        with pytest.raises(AuthenticationError, match="was revoked"):
+            credentials.find_peer(der)
+
+
+def test_an_identity_that_tls_cannot_use_is_not_taken_up(
+    directories: Directories, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, clock = directories.issue("w"), clock_at(dt.datetime.now(dt.UTC))
+    credentials = Credentials.from_directory(own, KEY, clock, check=contexts_of)
+    before, kept = credentials.identity, (own / "ca.crt").read_bytes()
+    # A comment, which OpenSSL reads as text: it must be ASCII there.
+    (own / "ca.crt").write_bytes("Autorität\n".encode() + kept)
+    clock.advance(1.5)
+    assert credentials.identity is before
+    assert "the identity worker w cannot be used" in caplog.text
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Credentials.from_directory(own, KEY, clock, check=contexts_of)
+    (own / "ca.crt").write_bytes(b"Authority\n" + kept)
+    clock.advance(1.5)
+    assert credentials.identity is not before

@@ -1,10 +1,12 @@
 """The command line: exit codes, messages, and what is imported when."""
 
+import errno
 import json
 import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -296,6 +298,31 @@ def test_a_plan_replaces_an_older_file_by_one_that_only_its_owner_can_read(capsy
     assert file.read_text("utf-8") == HOSTS
     assert sorted(tmp_path.iterdir()) == [file, output]
     assert run([*arguments, "/dev/null"]) == 0
+
+
+def test_a_plan_is_written_into_pipes_and_mounted_files(monkeypatch, tmp_path):
+    file, output = tmp_path / "baton.toml", tmp_path / "fleet.toml"
+    file.write_text(HOSTS, "utf-8")
+    arguments = ["plan", "--prefill", "2", "--decode", "2", "--config", str(file), "--output"]
+    reader, writer = os.pipe()
+    assert run([*arguments, f"/dev/fd/{writer}"]) == 0
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8") as pipe:
+        planned = pipe.read()
+    assert "assignments" in planned
+
+    def replace(path, _):
+        raise OSError(errno.EBUSY, "it is mounted", str(path))
+
+    monkeypatch.setattr(Path, "replace", replace)
+    output.write_text("# longer" * len(planned), "utf-8")
+    output.chmod(0o644)
+    number = output.stat().st_ino
+    assert run([*arguments, str(output)]) == 0
+    assert output.read_text("utf-8") == planned
+    assert output.stat().st_mode & 0o777 == 0o600
+    assert output.stat().st_ino == number
+    assert sorted(tmp_path.iterdir()) == [file, output]
 
 
 def test_a_plan_is_a_configuration_that_starts_what_was_planned(capsys, tmp_path):

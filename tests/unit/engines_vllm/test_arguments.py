@@ -82,6 +82,14 @@ def test_tickets_are_believed_where_tls_lets_gateways_alone_ask(tls, clients_are
     assert options.clients_are_gateways is clients_are_gateways
 
 
+def test_the_ports_that_a_firewall_lets_through_reach_the_connector():
+    words = arguments("transfer.options.tcp.port=7300", control_port=7200)
+    transfer = json.loads(value_of(words, "--kv-transfer-config"))
+    options = read_options(transfer["kv_connector_extra_config"])
+    assert options.control_port == 7200
+    assert options.transport_options == {"tcp": {"port": 7300}}
+
+
 def test_encodings_of_entries_and_of_handoffs():
     words = arguments("store.encoding=int8", "handoff.encoding=fp8", "handoff.staging_bytes=99")
     transfer = json.loads(value_of(words, "--kv-transfer-config"))
@@ -177,6 +185,16 @@ def test_a_further_data_parallel_rank_publishes_no_events_at_a_path(words, publi
     events = value_of(arguments(arguments=words), "--kv-events-config")
     assert (events is not None) is publishes
     assert len(caplog.records) == (not publishes)
+
+
+@pytest.mark.parametrize(
+    "words", [("--kv-events-config", "{}"), ("--kv_events_config={}",), ("--kv-events-config={}",)]
+)
+def test_a_further_rank_with_endpoints_of_its_own_is_not_warned_of(words, caplog):
+    given = arguments(arguments=("--data-parallel-rank=1", *words))
+    assert given[-len(words) :] == list(words)
+    assert sum("kv-events" in word.replace("_", "-") for word in given) == 1
+    assert not caplog.records
 
 
 def environment(platform="cpu", cores=(0, 1, 2, 3), level="info", **options):

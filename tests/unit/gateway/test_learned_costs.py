@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -230,6 +232,43 @@ def test_a_file_that_cannot_be_written_is_no_end(tmp_path, caplog):
 
     keep(folder / "costs.json", load, take_the_folder_away)
     assert "cannot keep the learned costs" in caplog.text
+
+
+def test_a_directory_that_cannot_be_looked_at_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        keep(tmp_path / ("x" * 300) / "costs.json", FleetLoad())
+
+
+def test_a_file_system_that_hangs_stops_neither_the_event_loop_nor_what_ends_after_it(
+    tmp_path, monkeypatch, caplog
+):
+    """A pipe in place of the file: to open it hangs until another process writes it."""
+    monkeypatch.setattr(learned_costs, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(learned_costs, "END_TIMEOUT_S", 0.05)
+    path, load, goes_on = tmp_path / "costs.json", FleetLoad(), threading.Event()
+
+    def go_on():
+        if not goes_on.is_set():
+            goes_on.set()
+            fd = os.open(path, os.O_RDWR)
+            path.unlink()
+            os.close(fd)
+
+    async def main():
+        async with keep_costs(path, load):
+            os.mkfifo(path)
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+            assert not goes_on.is_set(), "the event loop was not stopped"
+        assert "no answer in 0.05 s" in caplog.text
+        go_on()
+
+    late = threading.Timer(5.0, go_on)
+    late.start()
+    try:
+        asyncio.run(main())
+    finally:
+        late.cancel()
 
 
 def test_without_a_path_nothing_is_kept(tmp_path):

@@ -45,6 +45,37 @@ def test_without_a_descriptor_left_a_peer_is_out_of_reach(open_one):
         open_one()
 
 
+def find_free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_each_rank_listens_at_the_configured_port_plus_its_number():
+    options = TcpOptions(port=find_free_port() - 3)
+    listener, endpoint = open_listener("127.0.0.1", options, rank=3)
+    with listener:
+        listener.listen()
+        assert parse_tcp_endpoint(endpoint) == ("127.0.0.1", options.port + 3)
+        with pytest.raises(TransferError, match=f"port {options.port + 3} of"):
+            open_listener("127.0.0.1", options, rank=3)
+
+
+def test_a_port_is_taken_again_though_a_connection_to_it_is_still_ending():
+    options = TcpOptions(port=find_free_port())
+    with connection(options, "127.0.0.1") as (dialed, accepted):
+        accepted.close()  # first, so that this end waits for late packets
+        dialed.close()
+    listener, endpoint = open_listener("127.0.0.1", options)
+    with listener:
+        assert parse_tcp_endpoint(endpoint)[1] == options.port
+
+
+def test_a_rank_beyond_the_last_port_is_refused():
+    with pytest.raises(TransferError, match="port 65536 of"):
+        open_listener("127.0.0.1", TcpOptions(port=65_535), rank=1)
+
+
 @contextmanager
 def connection(options, source):
     """Both ends of a stream to 127.0.0.1 that comes from `source`, buffers fitted."""
@@ -61,7 +92,7 @@ def connection(options, source):
 
 
 def sizes_of(sock):
-    """Linux doubles what it is asked for, and tells that."""
+    """Linux doubles what it is asked for, and reports that."""
     return [sock.getsockopt(socket.SOL_SOCKET, option) // 2 for option in BUFFERS]
 
 

@@ -120,6 +120,7 @@ def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> 
         "name": config.worker.name,
         "handoff_host": config.worker.handoff_host,
         "handoff_port": config.worker.handoff_port,
+        "control_port": options.control_port,
         "handoff_timeout_s": config.handoff.timeout_s,
         "liveness_timeout_s": config.handoff.liveness_timeout_s,
         "lease_s": config.handoff.lease_s,
@@ -195,11 +196,13 @@ def _event_flags(options: VllmOptions, launch: LaunchParameters, worker: str) ->
         return
     rank = _data_parallel_rank(options.arguments)
     if rank not in {"", "0"}:  # to a path vLLM cannot add the rank, and does not start
-        log.warning(
-            "data-parallel rank %s publishes no KV events: give it tcp:// endpoints by "
-            "--kv-events-config in engine.arguments",
-            rank,
-        )
+        given = (word.replace("_", "-") for word in options.arguments)
+        if not any(word.startswith("--kv-events-config") for word in given):
+            log.warning(
+                "data-parallel rank %s publishes no KV events: give it tcp:// endpoints by "
+                "--kv-events-config in engine.arguments",
+                rank,
+            )
         return
     endpoint, replay_endpoint = event_endpoints(launch.run_directory)
     yield "--kv-events-config"

@@ -139,7 +139,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tensor-parallel ranks only if there is more than one. `speculative` is vLLM's own speculative
     configuration. `kv_events` publishes which blocks are cached, to this user's processes.
     `max_kept_share` of the blocks may be held while they are copied into the store.
-    `arguments` are further flags of vLLM's.
+    `control_port`: see `ConnectorOptions`. `arguments` are further flags of vLLM's.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -156,6 +156,7 @@ class VllmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_events: bool = True
     max_kept_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
     multiprocessing: bool | None = None
+    control_port: Port = 0
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -376,6 +376,7 @@ class Rank:
             bind_host=options.handoff_host,
             clock=self._clock,
             tls=self._tls_of_kv,
+            rank=plan.rank,
         )
         return build_transports(options.transports, options.transport_options, context)
 

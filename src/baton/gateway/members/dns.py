@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import ConfigError
 from baton.gateway.members.interface import NoSourceOptions, SourceFactory, SourceSetup
 from baton.gateway.options import WorkerAddress
+from baton.net.host_names import name_of
 from baton.protocol.members import MAX_MEMBERS
 from baton.protocol.worker_http import Role
 from baton.registry import Plugin
@@ -38,14 +38,15 @@ LookUp: TypeAlias = "Callable[[str], Awaitable[frozenset[str]]]"
 
 
 async def look_up(host: str) -> frozenset[str]:
-    """The A and AAAA records of a name, by the system's resolver.
+    """The A and AAAA records of a name, by the system's resolver: one lookup at a time.
 
     Raises:
         OSError: there are none, or the resolver did not answer.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    name = name_of(host)
+    found = (host,) if name is None else await name.look_up()
     # A link-local address has a scope, which no URL can have.
-    return frozenset(str(address[0]) for *_, address in found if "%" not in str(address[0]))
+    return frozenset(address for address in found if "%" not in address)
 
 
 class RecentAnswers:
@@ -86,36 +87,24 @@ class DnsSource:
         self._role, self._host, self._port = Role(match[1]), match[2], int(match[3])
         self._status, self._interval_s, self._look_up = setup.status, setup.interval_s, look_up
         self._answers = RecentAnswers()
-        self._looking: asyncio.Task[frozenset[str]] | None = None
 
     async def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
         """See `WorkerSource`."""
         before: frozenset[str] | None = None
-        try:
-            while True:
-                answer = await self._find()
-                if answer is not None:
-                    found = self._answers.add(answer)
-                    if found != before:
-                        before = found
-                        yield frozenset(
-                            WorkerAddress(self._url(each), self._role) for each in found
-                        )
-                await asyncio.sleep(self._interval_s)
-        finally:
-            if self._looking is not None:
-                self._looking.cancel()
+        while True:
+            answer = await self._find()
+            if answer is not None:
+                found = self._answers.add(answer)
+                if found != before:
+                    before = found
+                    yield frozenset(WorkerAddress(self._url(each), self._role) for each in found)
+            await asyncio.sleep(self._interval_s)
 
     async def _find(self) -> frozenset[str] | None:
         """The addresses of the name now; None where it is not known."""
         try:
-            # One at a time: a resolver that hangs takes one thread, not one for each attempt.
-            if self._looking is None:
-                self._looking = asyncio.ensure_future(self._look_up(self._host))
             async with asyncio.timeout(LOOK_UP_TIMEOUT_S):
-                await asyncio.wait({self._looking})
-            done, self._looking = self._looking, None
-            answer = done.result()
+                answer = await self._look_up(self._host)
         except TimeoutError:
             self._status.note_error(f"no answer for {self._host} in {LOOK_UP_TIMEOUT_S:g} s")
         except OSError as exc:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import socket
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
@@ -25,6 +23,7 @@ from baton.gateway.request import (
 from baton.gateway.request_context import RequestContext, Services
 from baton.gateway.targets import read_targets
 from baton.ids import Epoch
+from baton.net.host_names import name_of
 from baton.router.failover import EVERY_MODE
 from baton.router.fleet import Fleet, ModelWorkers
 from baton.router.placement import Placement, PlacementRequest, Unplaceable
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 
 Headers = tuple[tuple[bytes, bytes], ...]
 _POST: Final = b"POST"
+LOOKUP_TIMEOUT_S: Final = 5.0
+"""Of a worker's host name: Envoy waits for the answer."""
 
 
 class PickedRequest:
@@ -187,13 +188,10 @@ class PickedRequest:
 async def _address_of(url: URL) -> str:
     """`ip:port`, as Envoy wants it."""
     host, port = url.host or "", url.port
+    name = name_of(host)
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as exc:
-            raise NoWorkerError(f"{host} has no address: {exc.strerror}") from exc
-        address = ipaddress.ip_address(found[0][4][0])
+        found = host if name is None else (await name.look_up(LOOKUP_TIMEOUT_S))[0]
+    except OSError as exc:
+        raise NoWorkerError(f"{host} has no address: {exc.strerror or exc}") from exc
+    address = ipaddress.ip_address(found)
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"  # noqa: PLR2004

@@ -64,6 +64,8 @@ MIN_INTERVAL_S: Final = 50e-6
 MAX_INTERVAL_S: Final = 1e-3
 POLLS_PER_AGE: Final = 32
 """What has been under way for t is looked at again after t / 32: late by 3 % at most."""
+MAX_STARTING: Final = min(max(2, len(os.sched_getaffinity(0))), 4)
+"""Sessions that start at a time. More would share the cores, and all be late together."""
 
 _CLOCK_MONOTONIC: Final = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -233,6 +235,8 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         self._pacer = Pacer(self._reactor, context.clock)
         self._starting: dict[Connection, tuple[OneSidedSession[M], int | None]] = {}
         """Sessions of peers that attach, and what is readable once each has started."""
+        self._waiting: dict[Connection, tuple[Attach, PagedRegion]] = {}
+        """Peers that attach, whose session starts when an earlier one no longer does."""
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         """See `Transport`. The first call starts the library once: it takes a while, and may fail.
@@ -288,6 +292,7 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
             super().close()
 
     def _release(self) -> None:
+        self._waiting.clear()
         super()._release()
         for connection in tuple(self._starting):
             self._take_started(connection).close()
@@ -321,6 +326,16 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
 
     def _admit(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
         """As soon as a session has started: until then the thread serves its other peers."""
+        connection.set_handlers(_refuse_body, partial(self._disconnected, connection))
+        self._waiting[connection] = attach, region
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._starting) < MAX_STARTING:
+            connection = next(iter(self._waiting))
+            self._start(connection, *self._waiting.pop(connection))
+
+    def _start(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
         try:
             session, fd = self._start_session(region)
         except TransferError as exc:
@@ -329,9 +344,8 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         self._starting[connection] = session, fd
         if fd is None:
             super()._admit(connection, attach, region)
-            return
-        connection.set_handlers(_refuse_body, partial(self._disconnected, connection))
-        self._reactor.watch(fd, partial(super()._admit, connection, attach, region))
+        else:
+            self._reactor.watch(fd, partial(super()._admit, connection, attach, region))
 
     def _start_session(self, region: PagedRegion) -> tuple[OneSidedSession[M], int | None]:
         session = self._library.open_session()
@@ -342,8 +356,9 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
             raise
 
     def _disconnected(self, connection: Connection, error: TransferError) -> None:
-        if connection in self._starting:
+        if connection in self._starting or self._waiting.pop(connection, None) is not None:
             self._log.warning("attach", f"a peer left before its session had started: {error}")
+        if connection in self._starting:
             self._take_started(connection).close()
         super()._disconnected(connection, error)
 
@@ -351,6 +366,8 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         session, fd = self._starting.pop(connection)
         if fd is not None:
             self._reactor.unwatch(fd)
+        # Before `fd` is closed: the next session's, of the same number, could seem ready by it.
+        self._start_waiting()
         return session
 
     def _make_writer(self, writer: AdmittedWriter, attach: Attach) -> OneSidedWriter:

@@ -5,7 +5,16 @@ import pytest
 
 from baton.bench import statistics
 from baton.bench.compare import is_worse_by, judge, put_in_words
-from baton.bench.statistics import Contrast, Interval, Pool, Run, contrast, permute, rank_sum
+from baton.bench.statistics import (
+    Contrast,
+    Interval,
+    Pool,
+    Run,
+    contrast,
+    permute,
+    rank_sum,
+    student,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +32,15 @@ def test_rank_sum_as_published():
     males, females = np.array([19, 22, 16, 29, 24.0]), np.array([20, 11, 17, 12.0])
     assert rank_sum(males, females) == pytest.approx(0.1113469, abs=1e-6)
     assert rank_sum(np.ones(5), np.ones(6)) == 1.0
+
+
+def test_students_test_as_published():
+    # scipy.stats.ttest_ind(…, equal_var=True)
+    assert student(np.array([1.0, 2, 4]), np.array([3.0, 7])) == pytest.approx(0.2503, abs=1e-4)
+    assert student(np.array([1.0]), np.array([2.0, 2.1])) == pytest.approx(0.0524, abs=1e-4)
+    assert student(np.array([1.0, 1.0]), np.array([2.0, 2.0])) == 0.0
+    assert student(np.array([1.0, 1.0]), np.array([1.0, 1.0])) == 1.0
+    assert student(np.array([1.0]), np.array([2.0])) == 0.0
 
 
 def test_permutation_is_exact_for_few():
@@ -96,6 +114,23 @@ def test_runs_that_differ_among_themselves_decide_nothing():
     assert single.test == "requests"
     assert judge(single, "lower") == "worse"  # which is why the printed words say "in these runs"
     assert "in these runs" in put_in_words(single, "worse")
+
+
+@pytest.mark.parametrize("num_runs", [2, 3])
+def test_few_runs_of_equal_servers_seldom_differ_and_those_of_a_halved_one_do(num_runs):
+    """3 % between runs and 2 % within: each request alone seems to show the run's difference."""
+    rng = np.random.default_rng(9)
+
+    def judgement_of(mean):
+        a, b = (
+            [run_of(level * rng.normal(of, 0.02, 20)) for level in rng.normal(1.0, 0.03, num_runs)]
+            for of in (1.0, mean)
+        )
+        return judge(contrast(a, b, "mean"), "higher")
+
+    found = [judgement_of(1.0) for _ in range(25)]
+    assert found.count("worse") + found.count("better") <= 3  # 1 expected
+    assert {judgement_of(0.5) for _ in range(3)} == {"worse"}
 
 
 def test_several_runs_that_agree_decide():

@@ -35,6 +35,8 @@ class TlsOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the `tcp` transport.
 
+    `port`: where this worker listens for pages and probes; rank r of an engine takes `port + r`. 0
+    is any free one.
     `streams`: connections to each peer's region.
     `max_connections`: of peers to this worker at once; what exceeds them is refused. Each peer has
     `streams` to each region, and as many while its link is probed.
@@ -51,6 +53,7 @@ class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `tls`: encrypt; all workers must, or none.
     """
 
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535)] = 0
     streams: Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)] = 2
     max_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
     stripe_bytes: Annotated[int, msgspec.Meta(ge=65_536, le=1 << 30)] = 8 << 20
@@ -62,23 +65,27 @@ class TcpOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls: TlsOptions | None = None
 
 
-def open_listener(host: str, options: TcpOptions) -> tuple[socket.socket, str]:
-    """Bind to a free port of `host`; the socket and the endpoint for peers.
+def open_listener(host: str, options: TcpOptions, rank: int = 0) -> tuple[socket.socket, str]:
+    """Bind to the rank's port of `host`, or a free one; the socket and the endpoint for peers.
 
     Raises:
         TransferError: the address cannot be bound, or peers cannot use it.
     """
+    wanted = options.port + rank if options.port else 0
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as exc:
         raise TransferError(f"cannot listen on {host}: {exc}") from exc
     _tune(sock, options)
+    if wanted:  # one that is started again gets its port though old connections are still ending
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind(address)
-    except OSError as exc:
+        sock.bind((address[0], wanted, *address[2:]))
+    except (OSError, OverflowError) as exc:
         sock.close()
-        raise TransferError(f"cannot listen on {host}: {exc}") from exc
+        where = f"port {wanted} of {host} (tcp.port, plus the rank)" if wanted else host
+        raise TransferError(f"cannot listen on {where}: {exc}") from exc
     bound, port = sock.getsockname()[:2]
     advertised = options.advertise_host or bound
     try:

@@ -435,7 +435,7 @@ class TcpTransport(ConnectedTransport[TcpRemote, Attach]):
         small = explain_small_buffers(self._options)
         if small is not None:
             _log.warning("%s", small)
-        sock, endpoint = open_listener(self._context.bind_host, self._options)
+        sock, endpoint = open_listener(self._context.bind_host, self._options, self._context.rank)
         self._meter.check(sock)
         if self._tls is None:
             return sock, endpoint
