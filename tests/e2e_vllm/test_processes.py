@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.events.blocks import BlockStored
-from tests.e2e_vllm.client import ask_one, is_idle, make_prompts, read_info, wait_idle
-from tests.e2e_vllm.cluster import BLOCK_SIZE
+from baton.events.journal import BATON_HASHES
+from baton.events.wire import decode_page
+from baton.protocol.worker_http import KV_EVENTS_PREFIX
+from tests.e2e_vllm.client import TLS, ask_one, is_idle, make_prompts, read_info, wait_idle
+from tests.e2e_vllm.cluster import BLOCK_SIZE, wait_ready
 from tests.e2e_vllm.process_stats import (
     find_tree,
     measure_cores,
@@ -21,8 +25,9 @@ from tests.integration.following_kv_events import Consumer, wait_until
 from tests.port_scan import check_refusals, find_listeners
 
 if TYPE_CHECKING:
+    from baton.events.blocks import ExternalHash
     from baton.testing.fleet import FleetProcess
-    from tests.e2e_vllm.cluster import VllmCluster
+    from tests.e2e_vllm.cluster import ClusterFactory, VllmCluster
 
 pytestmark = pytest.mark.vllm
 
@@ -109,6 +114,32 @@ def test_kv_events_tell_what_prefix_caching_holds(cluster: VllmCluster, name: st
             late.close()
     finally:
         consumer.close()
+
+
+def test_a_server_of_another_host_passes_on_what_prefix_caching_holds(
+    cluster_factory: ClusterFactory,
+) -> None:
+    server = cluster_factory.start("relayed", "both", worker__host="0.0.0.0")
+    wait_ready(server)
+    assert read_info(server)["relays_kv_events"]
+    consumer = follow(server)
+    try:
+        for prompt in make_prompts(3, seed=15, shortest=70, longest=700):
+            ask_one(server, prompt, max_tokens=1)
+        wait_until(lambda: read_relayed(server) == consumer.take() != set(), consumer.take)
+    finally:
+        consumer.close()
+    cluster_factory.end(server)
+
+
+def read_relayed(server: FleetProcess) -> set[ExternalHash]:
+    """All that a gateway of another host learns."""
+    url = f"{server.url}{KV_EVENTS_PREFIX}{1 << 40}"
+    with urllib.request.urlopen(url, timeout=60, context=TLS) as response:
+        page = decode_page(response.read(), BATON_HASHES)
+    assert page.is_whole
+    assert not page.is_incomplete
+    return {h for event in page.events if isinstance(event, BlockStored) for h in event.hashes}
 
 
 def test_strangers_are_refused_at_every_listener(cluster: VllmCluster) -> None:

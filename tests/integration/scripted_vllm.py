@@ -68,6 +68,12 @@ async def fail_as_vllm(visit: Visit, status: int, message: str = "scripted") -> 
     await visit.answer(status, {"error": error})
 
 
+async def send_page(journal: CacheJournal, path: str, send: Any) -> None:
+    page = await make_page(journal, int(path.removeprefix(KV_EVENTS_PREFIX)))
+    await send({"type": "http.response.start", "status": 200})
+    await send({"type": "http.response.body", "body": page})
+
+
 class ScriptedVllm(ScriptedWorker):
     """One server. `has_connector`, `api_key`, `is_draining` and `adapters` may change any time."""
 
@@ -80,6 +86,7 @@ class ScriptedVllm(ScriptedWorker):
         self.adapters: tuple[str, ...] = ()
         self.num_discoveries = 0
         self.journal = CacheJournal()
+        self.relayed: CacheJournal | None = None
         self.controls = [Control(self) for _ in range(num_ranks)]
 
     def info(self) -> dict[str, Any]:
@@ -102,6 +109,8 @@ class ScriptedVllm(ScriptedWorker):
         given = headers.get("authorization", "").removeprefix("Bearer ")
         if self.api_key not in {None, given} and path.startswith("/v1"):
             await visit.answer(401, {"error": "Unauthorized"})
+        elif path.startswith(KV_EVENTS_PREFIX) and self.relayed is not None:
+            await send_page(self.relayed, path, send)
         elif path == "/health":
             await self._tell_health(visit)
         elif path == "/v1/models":
@@ -183,10 +192,7 @@ class Control:
         elif path == "/baton/v1/transfers" and self.transfers is not None:
             await visit.answer(200, json.loads(self.transfers))
         elif path.startswith(KV_EVENTS_PREFIX) and self is self.owner.controls[0]:
-            after = int(path.removeprefix(KV_EVENTS_PREFIX))
-            page = await make_page(self.owner.journal, after)
-            await send({"type": "http.response.start", "status": 200})
-            await send({"type": "http.response.body", "body": page})
+            await send_page(self.owner.journal, path, send)
         elif path.endswith("/abort"):
             ticket = path.split("/")[-2]
             self.aborts.append((ticket, json.loads(body)["reason"]))

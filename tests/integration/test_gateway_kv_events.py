@@ -18,10 +18,19 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 
-from baton.events.blocks import EntriesRemoved, EntriesStored, TiersListed, pack_names
+from baton.events.blocks import (
+    BlockStored,
+    EntriesRemoved,
+    EntriesStored,
+    TiersListed,
+    pack_ids,
+    pack_names,
+)
 from baton.events.journal import CacheJournal
+from baton.gateway.kv_events import VLLM_HASHES
 from baton.ids import StoreId
 from baton.models import DEMO_MODEL_PATH
+from baton.protocol.worker_http import KV_EVENTS_PREFIX
 from baton.tokenizer.digest import digest_tokenizer
 from tests.free_ports import find_free_port
 from tests.integration.gateway_cluster import Cluster, run, until, until_true, until_up
@@ -222,6 +231,75 @@ def test_a_server_some_of_whose_events_are_lost_is_asked_to_report_what_it_has_c
         assert await is_asked(5) is None
 
     run(scenario, prefills=0, decodes=[server], probe_interval_s=0.02, policy="prefix")
+
+
+def test_a_server_of_another_host_is_asked_for_what_it_passes_on(tmp_path, give_birth):
+    """Its publisher is out of reach there, and would authenticate nobody."""
+    publisher = give_birth(f"ipc://{tmp_path}/live", None)
+    server = server_of(publisher.source, "both")
+    server.extra_info |= {
+        "relays_kv_events": True, "handoff_address": f"0.0.0.0:{server.port + 1}"
+    }  # fmt: skip
+    for each in (server, *server.controls):
+        each.url = each.url.replace("127.0.0.1", "0.0.0.0")  # reached, and no loopback address
+    relayed = server.relayed = CacheJournal()
+
+    def report(block: int) -> None:
+        event = BlockStored(VLLM_HASHES, (block,), None, pack_ids([block] * 16), 16, "GPU", 0)
+        relayed.add_reported(event, 1)
+
+    async def scenario(cluster: Cluster) -> None:
+        async def until_cached(token: int, num_tokens: int) -> None:
+            async def is_cached() -> bool:
+                body = {"model": "demo", "prompt": [token] * 40}
+                async with cluster.post(body, "/debug/route") as response:
+                    return (await response.json())["cached_tokens"].get("vllm-d", 0) == num_tokens
+
+            await until_true(is_cached)
+
+        async def is_asked(token: int) -> object:
+            body = {"model": "demo", "prompt": [token] * 40, "max_tokens": 3}
+            async with cluster.post(body) as response:
+                assert response.status == 200
+            return server.visits[-1].body.get("vllm_xargs")
+
+        report(7)
+        await until_cached(7, 16)
+        assert await is_asked(1) is None
+        relayed.clear(is_incomplete=True)
+        report(8)
+        await until_cached(8, 16)
+        await until_cached(7, 0)
+        assert await is_asked(2) == {"kv_cache_report_mode": "full"}
+        relayed.clear()
+        await until_cached(8, 0)
+        assert await is_asked(3) is None
+        report(9)
+        await until_held(cluster, 1)
+        events = (await shown(cluster))["kv_events"]
+        assert events["endpoint"] == KV_EVENTS_PREFIX
+        assert (events["problem"], events["feed"]["num_lost"]) == (None, 1)
+        assert await cluster.metric(NOT_FOLLOWED) == 0
+        assert following_threads() == []
+
+    options = {"policy": "prefix", "tokenizers": {"demo": DEMO_MODEL_PATH}}
+    run(scenario, prefills=0, decodes=[server], probe_interval_s=0.02, **options)
+
+
+@pytest.mark.parametrize("options", [{"policy": "prefix"}, {}])
+def test_a_server_that_passes_its_events_on_is_subscribed_to_on_its_own_host(
+    ends, give_birth, options
+):
+    publisher = give_birth(*ends)
+    server = server_of(publisher.source)
+    server.extra_info |= {"relays_kv_events": True}
+
+    async def scenario(cluster: Cluster) -> None:
+        await until_connected(cluster)
+        publisher.publish(stored(5))
+        await until_held(cluster, 1)
+
+    run(scenario, prefills=0, decodes=[server], probe_interval_s=0.02, **options)
 
 
 def test_what_was_published_before_and_what_was_lost_is_asked_for(ends, give_birth):

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
 import select
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import zmq
 
-from baton.events.blocks import AllBlocksCleared, BlockStored, Lost, Restarted
+from baton.engines.vllm.access_middleware import DrainState
+from baton.engines.vllm.event_relay import relay_events
+from baton.events.blocks import (
+    AllBlocksCleared,
+    BlockStored,
+    Lost,
+    Restarted,
+    WorkerBlockIndex,
+)
+from baton.events.journal import BATON_HASHES
+from baton.events.journal_page import make_page
+from baton.events.wire import decode_page
+from baton.ids import WorkerId
 from tests.free_ports import find_free_port
-from tests.integration.following_kv_events import Consumer, Life, wait_until
+from tests.integration.following_kv_events import WAIT_S, Consumer, Life, wait_until
 from tests.preloaded import VLLM, PreloadedProcess
 
 if importlib.util.find_spec("vllm") is None:
@@ -279,6 +293,63 @@ def test_a_consumer_that_does_not_poll_bounds_the_queue_and_loses_nothing(
     consumer.follow(life)
     assert consumer.count(BlockStored) == 3_000
     assert consumer.health.num_lost == 0
+
+
+def test_a_server_passes_on_what_it_has_stored_over_two_lives(ends, give_birth, nursery):
+    """What a gateway of another host reads over HTTP, from vLLM's publisher in the end."""
+
+    async def scenario() -> None:
+        drain_state, block_index, last = DrainState(), WorkerBlockIndex(BATON_HASHES), 0
+
+        async def until_known(life: Life) -> None:
+            nonlocal last
+            async with asyncio.timeout(WAIT_S):
+                while block_index._held.get(("GPU", 0), set()) != life.truth:
+                    page = decode_page(await make_page(drain_state.journal, last), BATON_HASHES)
+                    if page.is_whole:
+                        block_index.clear()
+                        restarts.append(page.is_incomplete)
+                    for event in page.events:
+                        block_index.apply(event)
+                    last = page.last
+
+        restarts: list[bool] = []
+        async with relay_events(ends, WorkerId("v"), drain_state):  # as where vLLM still loads
+            old = Life(nursery, *ends)
+            await asyncio.to_thread(old.publish, *chain(0, 500), [removed(7)])
+            await until_known(old)
+            await asyncio.to_thread(old.publish, [["cleared", []]], [stored(5, 6)])
+            await until_known(old)
+            await asyncio.to_thread(old.kill)
+            new = give_birth(*ends)
+            await asyncio.to_thread(new.publish, *chain(900, 903))
+            await until_known(new)
+        assert drain_state.journal is None
+        assert len(restarts) >= 2
+        assert not any(restarts), "nothing was lost"
+
+    asyncio.run(scenario())
+    assert not [t for t in threading.enumerate() if t.name.startswith("kv-events-")]
+
+
+def test_a_server_passes_on_that_events_were_lost(ends, give_birth):
+    """It began to follow when the publisher remembered the latest ones alone."""
+    life = give_birth(*ends, buffer_steps=10)
+    life.publish(*chain(0, 50))
+
+    async def scenario() -> None:
+        drain_state = DrainState()
+        async with asyncio.timeout(WAIT_S), relay_events(ends, WorkerId("v"), drain_state):
+            page, num_blocks = None, 0
+            while num_blocks < 10:
+                body = await make_page(drain_state.journal, 1 << 40)
+                page = decode_page(body, BATON_HASHES)
+                num_blocks = sum(len(event.hashes) for event in page.events)
+                await asyncio.sleep(0.02)
+            assert page.is_incomplete
+            assert {h for event in page.events for h in event.hashes} == set(range(40, 50))
+
+    asyncio.run(scenario())
 
 
 def test_without_a_replay_endpoint_a_gap_is_a_loss(tmp_path, give_birth, closing):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from baton.events.blocks import ExternalHash
     from baton.kv.identity import BlockHash
 
 BATON_HASHES: Final = EventDomain("baton/sha256")
@@ -42,26 +43,31 @@ JournalEvent: TypeAlias = BlockStored | BlockRemoved | BlocksExpected | StoreEve
 
 @dataclass(frozen=True, slots=True)
 class JournalPage:
-    """What happened up to event number `last`. `is_whole`: of nothing, all that is held now."""
+    """What happened up to event number `last`. `is_whole`: of nothing, all that is held now.
+
+    `is_incomplete`: all that is known of what is held; the rest was reported in events that are
+    lost.
+    """
 
     last: int
     is_whole: bool
     events: tuple[JournalEvent, ...]
+    is_incomplete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
     """A block, with its tokens as in `pack_ids`: a fifth of what Python's integers take."""
 
-    block_hash: BlockHash
-    parent: BlockHash | None
+    block_hash: ExternalHash
+    parent: ExternalHash | None
     packed_ids: bytes
     salt: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Removed:
-    block_hash: BlockHash
+    block_hash: ExternalHash
 
 
 _Change: TypeAlias = _Stored | _Removed | BlocksExpected | StoreEvent
@@ -88,7 +94,8 @@ class CacheJournal:
         self._last = self._last_expected = 0
         self._latest: deque[_Change] = deque()
         self._num_latest, self._num_remembered = 0, num_remembered
-        self._held: dict[BlockHash, _Stored] = {}
+        self._held: dict[ExternalHash, _Stored] = {}
+        self._is_incomplete = False
 
     @property
     def last(self) -> int:
@@ -136,7 +143,32 @@ class CacheJournal:
             self._add(BlocksExpected(parent, raw, block_size, salt))
             self._last_expected = self._last
 
-    def add_removed(self, block_hash: BlockHash) -> None:
+    def add_reported(self, event: BlockStored, num_blocks: int) -> None:
+        """An engine has reported its first `num_blocks` as stored.
+
+        Those that are held, too: an engine reports them again where a gateway lacks them.
+        """
+        num_bytes, parent = 4 * event.block_size, event.parent
+        with self.lock:
+            for at, block_hash in enumerate(event.hashes[:num_blocks]):
+                own = event.packed_ids[at * num_bytes : (at + 1) * num_bytes]
+                salt = event.salt if parent is None else ""
+                stored = self._held[block_hash] = _Stored(block_hash, parent, own, salt)
+                self._add(stored)
+                parent = block_hash
+
+    def clear(self, *, is_incomplete: bool = False) -> None:
+        """Nothing is known of the cache: who reads begins anew, without what was before.
+
+        `is_incomplete`: there may be blocks all the same, until the next time.
+        """
+        with self.lock:
+            self._held.clear()
+            self._latest.clear()
+            self._num_latest, self._is_incomplete = 0, is_incomplete
+            self._last += 1
+
+    def add_removed(self, block_hash: ExternalHash) -> None:
         """A block is not there any more, because its room was needed."""
         with self.lock:
             if self._held.pop(block_hash, None) is not None:
@@ -155,8 +187,9 @@ class CacheJournal:
             held = self._held.copy() if is_whole else {}
             latest = [] if is_whole else [*self._latest][after - first :]
             of_store = self.store.list_reported() if is_whole and self.store is not None else ()
+            is_incomplete = is_whole and self._is_incomplete
         changes = [*_parents_first(held), *of_store] if is_whole else latest
-        return JournalPage(last, is_whole, tuple(_as_events(changes)))
+        return JournalPage(last, is_whole, tuple(_as_events(changes)), is_incomplete)
 
     def _add(self, change: _Change) -> None:
         """Remember it. Of as many blocks as are remembered in all the oldest are forgotten."""
@@ -178,9 +211,9 @@ def _count_named(change: _Change) -> int:
     return 1
 
 
-def _parents_first(held: Mapping[BlockHash, _Stored]) -> Iterator[_Stored]:
+def _parents_first(held: Mapping[ExternalHash, _Stored]) -> Iterator[_Stored]:
     """A block that was stored again after what follows it comes before that."""
-    seen: set[BlockHash] = set()
+    seen: set[ExternalHash] = set()
     for entry in held.values():
         chain: list[_Stored] = []
         at: _Stored | None = entry

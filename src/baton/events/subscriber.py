@@ -405,7 +405,8 @@ class SubscriberOptions:
     """Whom to follow. Without `replay`, whatever is missed is `Lost`.
 
     `max_queued_batches` wait for `poll`; beyond, messages are left to ZMQ, which drops them in
-    the end, and then to the replay.
+    the end, and then to the replay. `rest_s`: what comes in that time is read at once, where it is
+    not needed earlier; a message alone takes 0.7 ms of a processor.
     """
 
     worker: WorkerId
@@ -413,6 +414,7 @@ class SubscriberOptions:
     live: LiveEndpoint
     replay: ReplayEndpoint | None
     max_queued_batches: int = 10_000
+    rest_s: float = 0.0
 
 
 class KVEventSubscriber:
@@ -473,21 +475,22 @@ class KVEventSubscriber:
     def _run(self, follower: SubscriberLoop) -> None:
         try:
             while not self._stopping:
-                self._wait(follower)
+                self._wait(follower.sockets if self._queue.has_room else [], TICK_MS)
                 if self._queue.has_room:
                     follower.step()
+                if self.options.rest_s:
+                    self._wait([], round(self.options.rest_s * 1000))
         except Exception:
             logger.exception("KV events of %s are no longer followed", self.options.worker)
         finally:
             follower.close()
 
-    def _wait(self, follower: SubscriberLoop) -> None:
+    def _wait(self, sockets: list[zmq.Socket[bytes]], timeout_ms: int) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
-        if self._queue.has_room:
-            for socket in follower.sockets:
-                poller.register(socket, zmq.POLLIN)
-        poller.poll(TICK_MS)
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(timeout_ms)
 
 
 def _require_descriptors() -> None:

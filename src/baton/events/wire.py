@@ -126,6 +126,7 @@ class _Page(msgspec.Struct, frozen=True, array_like=True):
     last: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQ)]
     is_whole: bool
     events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=1 << 22)]
+    is_incomplete: bool = False
 
 
 _WireEvent: TypeAlias = (
@@ -164,9 +165,13 @@ def is_end_of_replay(frames: list[bytes]) -> bool:
 
 
 def encode_page(page: JournalPage) -> bytes:
-    """What a Baton worker answers to who asks for its events: `[last, is_whole, [event, …]]`."""
+    """The answer to who asks for a journal's events: `[last, is_whole, [event, …]]`.
+
+    `true` follows if it is incomplete.
+    """
     events = [_for_wire(event) for event in page.events]
-    return _encoder.encode((page.last, page.is_whole, events))
+    incomplete = (True,) if page.is_incomplete else ()
+    return _encoder.encode((page.last, page.is_whole, events, *incomplete))
 
 
 def _for_wire(event: JournalEvent) -> _WireEvent:
@@ -206,7 +211,7 @@ def decode_page(body: bytes, domain: EventDomain) -> JournalPage:
     known = tuple([
         each for each in events if each is not None and not isinstance(each, AllBlocksCleared)
     ])
-    return JournalPage(page.last, page.is_whole, known)
+    return JournalPage(page.last, page.is_whole, known, page.is_incomplete)
 
 
 def decode_message(frames: list[bytes], domain: EventDomain) -> NumberedBatch:

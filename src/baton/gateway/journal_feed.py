@@ -1,4 +1,4 @@
-"""Follows the prefix cache of a Baton worker: asks for what came after the last event known.
+"""Follows a journal of a prefix cache or a store: asks for what came after the last event known.
 
 The worker answers once there is something, or after a second. What it no longer remembers it
 replaces by all that it holds.
@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import BatonError, ProtocolError
-from baton.events.blocks import FeedEvent, FeedHealth, Restarted
+from baton.events.blocks import FeedEvent, FeedHealth, Lost, Restarted
 from baton.events.journal import BATON_HASHES, JournalPage
 from baton.events.wire import decode_page
 from baton.gateway.errors import UpstreamError
@@ -75,8 +75,9 @@ class JournalFeed:
     def _take(self, page: JournalPage) -> None:
         health = replace(self.health, connected=True, last_seq=page.last or None)
         if page.is_whole:
-            self._events.append(Restarted())
-            health = replace(health, num_replays=health.num_replays + 1)
+            self._events.append(Lost(page.last) if page.is_incomplete else Restarted())
+            num_lost = health.num_lost + page.is_incomplete
+            health = replace(health, num_replays=health.num_replays + 1, num_lost=num_lost)
         self.health = health
         self._events += page.events
         self._last = page.last

@@ -1,7 +1,7 @@
 """KV events of workers: where they are published, and which blocks each worker holds.
 
-vLLM's are subscribed to. A Baton worker is asked for its own, and a vLLM server for those of its
-store, where somebody uses them.
+vLLM's are subscribed to on this host. A Baton worker is asked for its own, and a vLLM server for
+those of its store, and from other hosts for those of its cache, where somebody uses them.
 """
 
 from __future__ import annotations
@@ -355,7 +355,10 @@ class KVEvents:
             return None
         sources = []
         if info.protocol == "vllm" and info.kv_events is not None:
-            sources.append(Source(info.kv_events, OF_CACHE))
+            if not info.relays_kv_events or is_loopback(worker.url.host or ""):
+                sources.append(Source(info.kv_events, OF_CACHE))
+            elif self._prefixes is not None:
+                sources.append(Source(worker.url, OF_CACHE))
         if info.has_kv_journal and self._prefixes is not None:
             # Whose address it is was checked before the worker came up.
             media = MEDIA if info.protocol == "baton" else OF_STORE

@@ -130,7 +130,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     `control_urls` has one address for each tensor-parallel rank of a vLLM server, where that rank
     is asked what a Baton worker is asked at its own address; a Baton worker has none. Of `modes`,
     unknown ones are ignored. `has_kv_journal`: it answers at `KV_EVENTS_PREFIX`; a vLLM server does
-    at the first of its control servers, and reports there of its store alone.
+    at the first of its control servers, and reports there of its store alone. `relays_kv_events`: a
+    vLLM server answers there at its own address, too, and passes on the `kv_events` of its cache.
     `has_standby`: it takes `Resume.standby`.
     `tokenizer` is the digest of tokenizer and chat template (`digest_tokenizer`).
     `max_prompt_chars`: no longer text can fit the context, as far as the
@@ -164,6 +165,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_urls: Annotated[tuple[Name, ...], RANKS] = ()
     kv_events: KVEventsSource | None = None
     has_kv_journal: bool = False
+    relays_kv_events: bool = False
     has_standby: bool = False
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = False

@@ -6,6 +6,9 @@ import json
 import pytest
 
 from baton.engines.vllm.access_middleware import AccessMiddleware, DrainState
+from baton.events.blocks import DEFAULT_MEDIUM, BlockStored
+from baton.events.journal import BATON_HASHES, CacheJournal
+from baton.events.wire import decode_page
 
 
 class Server:
@@ -25,6 +28,11 @@ class Server:
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def ask(self, method, path, authorization=None, *more_headers):
+        """Status and contents of an answer."""
+        status, body = await self.fetch(method, path, authorization, *more_headers)
+        return status, json.loads(body)
+
+    async def fetch(self, method, path, authorization=None, *more_headers):
         """Status and body of an answer."""
         sent = []
 
@@ -35,7 +43,7 @@ class Server:
         headers += more_headers
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         await self.middleware(scope, None, send)
-        return sent[0]["status"], json.loads(sent[1]["body"])
+        return sent[0]["status"], sent[1]["body"]
 
 
 def test_an_open_door_lets_everybody_in():
@@ -59,6 +67,28 @@ def test_strangers_are_refused_everywhere_but_at_health(authorization, status):
         assert (await server.ask("GET", "/metrics", authorization))[0] == status
         assert (await server.ask("POST", "/tokenize", authorization))[0] == status
         assert (await server.ask("GET", "/health", authorization))[0] == 200
+
+    asyncio.run(scenario())
+
+
+def test_gateways_read_kv_events_where_they_are_passed_on():
+    event = BlockStored(BATON_HASHES, (7,), None, bytes(8), 2, DEFAULT_MEDIUM, 0)
+    path = "/baton/v1/kv_events/0"
+
+    async def scenario():
+        assert (await Server().ask("GET", path))[1] == {}, "vLLM's answer"
+        journal = CacheJournal()
+        journal.add_reported(event, 1)
+        server = Server(bearer=b"yes", journal=journal)
+        assert (await server.ask("GET", path))[0] == 401
+        status, body = await server.fetch("GET", path, b"Bearer yes")
+        assert (status, decode_page(body, BATON_HASHES).events) == (200, (event,))
+        for other in ("/baton/v1/kv_events/x", "/metrics", "/7"):
+            assert (await server.ask("GET", other, b"Bearer yes"))[1] == {}
+        server.drain_state.start_drain()
+        async with asyncio.timeout(0.5):  # an answer that waits for events ends at once
+            _, body = await server.fetch("GET", "/baton/v1/kv_events/1", b"Bearer yes")
+        assert decode_page(body, BATON_HASHES).events == ()
 
     asyncio.run(scenario())
 

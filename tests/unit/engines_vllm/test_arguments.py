@@ -171,6 +171,24 @@ def test_events_are_published_where_only_this_user_may_look():
 
 
 @pytest.mark.parametrize(
+    ("host", "options", "is_relayed"),
+    [
+        ("0.0.0.0", {}, True),
+        ("10.0.0.5", {}, True),
+        ("127.0.0.1", {}, False),
+        ("0.0.0.0", {"kv_events": False}, False),
+        ("0.0.0.0", {"arguments": ["--data-parallel-rank=1"]}, False),
+    ],
+)
+def test_events_are_passed_on_where_gateways_of_other_hosts_may_ask(host, options, is_relayed):
+    words = arguments(f"worker.host={host}", "worker.name=w", **options)
+    extra = json.loads(value_of(words, "--kv-transfer-config"))["kv_connector_extra_config"]
+    endpoint = event_endpoints(RUN)[0] if is_relayed else None
+    assert extra.get("relayed_kv_events") == endpoint
+    assert read_options(extra).relayed_kv_events == endpoint
+
+
+@pytest.mark.parametrize(
     ("words", "publishes"),
     [
         (("--data-parallel-rank=1",), False),

@@ -77,6 +77,12 @@ def test_each_data_parallel_rank_is_followed_where_it_publishes(
         kv_events_config=events,
         lora_config=None,
     )
-    source = read_model_facts(config, ConnectorOptions()).kv_events
+    facts = read_model_facts(config, ConnectorOptions())
+    source = facts.kv_events
     assert source is not None
     assert (source.endpoint, source.replay_endpoint) == announced
+    assert not facts.relays_kv_events
+    for relayed, is_so in ((announced[0], True), ("ipc:///run/other", False)):
+        facts = read_model_facts(config, ConnectorOptions(relayed_kv_events=relayed))
+        assert facts.relays_kv_events is is_so, "the user's own endpoint is not passed on"
+        assert describe_worker(IDENTITY, facts, {0: PLAIN}).relays_kv_events is is_so

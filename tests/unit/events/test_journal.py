@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from baton.errors import ProtocolError
 from baton.events import journal_page
 from baton.events.blocks import (
+    DEFAULT_MEDIUM,
     BlockRemoved,
     BlocksExpected,
     BlockStored,
@@ -116,6 +117,70 @@ def test_who_reads_now_and_then_knows_what_is_held(rounds, num_remembered):
         last = page.last
         assert held == truth | dict.fromkeys(store.names, True)
     assert num_remembered == 3 or not was_whole
+
+
+def reported(hashes, parent=None, salt="") -> BlockStored:
+    ids = b"".join(bytes([each % 128, 0, 0, 0]) * BLOCK_SIZE for each in hashes)
+    return BlockStored(
+        BATON_HASHES, tuple(hashes), parent, ids, BLOCK_SIZE, DEFAULT_MEDIUM, 0, salt
+    )
+
+
+engine_changes = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), st.just("report"))
+    | st.tuples(st.integers(0, 9), st.just("remove"))
+    | st.tuples(st.booleans(), st.just("clear"))
+)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(engine_changes, max_size=6), st.sampled_from([3, 1000]))
+def test_who_reads_knows_what_an_engine_reported_and_whether_some_of_it_was_lost(rounds, num):
+    journal, held, last, truth, is_incomplete = CacheJournal(num), set(), 0, set(), False
+    seen_incomplete = False
+    for each_round in rounds:
+        for what, kind in each_round:
+            if kind == "report":
+                journal.add_reported(reported(what), len(what))
+                truth |= set(what)
+            elif kind == "remove":
+                journal.add_removed(what)
+                truth.discard(what)
+            else:
+                journal.clear(is_incomplete=what)
+                truth, is_incomplete = set(), what
+        page = decode_page(encode_page(journal.read(last)), BATON_HASHES)
+        assert page == journal.read(last)
+        if page.is_whole:
+            held, seen_incomplete = set(), page.is_incomplete
+        for event in page.events:
+            if isinstance(event, BlockStored):
+                assert event.packed_ids == reported(event.hashes).packed_ids
+                held |= set(event.hashes)
+            else:
+                held -= set(event.hashes)
+        last = page.last
+        assert held == truth
+        assert seen_incomplete == is_incomplete
+
+
+def test_blocks_that_an_engine_reports_again_are_passed_on_again():
+    """It does so because a gateway lacks them."""
+    journal = CacheJournal()
+    journal.add_reported(reported([1, 2, 3], salt="salt"), 2)
+    (first,) = journal.read(0).events
+    assert (first.hashes, first.parent, first.salt) == ((1, 2), None, "salt")
+    assert first.packed_ids == reported([1, 2]).packed_ids
+    journal.add_reported(reported([1, 2], salt="salt"), 2)
+    assert journal.read(2).events == (first,)
+    whole = journal.read(9)
+    assert (whole.is_whole, whole.events) == (True, (first,))
+
+
+def test_a_page_without_the_last_field_is_complete():
+    page = decode_page(msgspec.msgpack.encode((1, True, [])), BATON_HASHES)
+    assert not page.is_incomplete
+    assert encode_page(page) == msgspec.msgpack.encode((1, True, []))
 
 
 def test_what_a_queued_prompt_will_store_is_reported_and_is_not_held():

@@ -31,6 +31,7 @@ File map, in the order in which a request meets them:
                             registered_pages.py shows them there (`cuda_ipc`)
     serving.py              vLLM's server in `baton worker`; arguments.py its command line
     access_middleware.py    its bearer, its drain, and its fence
+    event_relay.py          passes its KV events on to gateways of other hosts
     resumed_streams.py      goes on from token ids; stream_tokens.py names them in its events,
                             resumed_grammars.py has grammars accept them
     engine_process.py       set-up inside vLLM's engine process

@@ -1,5 +1,6 @@
 """Who may ask a vLLM server that Baton started, and until when: ASGI middleware.
 
+It answers gateways that ask for the server's KV events, besides (`event_relay`).
 vLLM builds its middleware from an import path, without arguments: hence one `DRAIN_STATE` in
 each process.
 """
@@ -14,15 +15,18 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.engines.vllm.stream_tokens import TokenIdsMiddleware
+from baton.events.journal_page import make_page, read_event_number
 from baton.net.http_exchange import EXTENSION
 from baton.net.multiplex_server import MULTIPLEX_HANDLERS
 from baton.net.preemption import describe_plain_drain
-from baton.protocol.worker_http import MOVE_HEADER, Health
+from baton.protocol.worker_http import KV_EVENTS_PREFIX, MOVE_HEADER, Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from baton.events.journal import CacheJournal
 
 OPEN_PATHS: Final = frozenset({"/health"})
 MOVES: Final = (MOVE_HEADER.encode(), b"1")
@@ -37,12 +41,14 @@ class DrainState:
 
     `bearer` is required in `authorization` on every path but `/health`; None: not checked.
     `describe_drain` is what `/health` answers while it drains.
+    `journal`: what is cached, for gateways of other hosts (None: they do not ask).
     `why_fenced`: of a worker that announces itself, why it may serve nothing now (None: it may).
     """
 
     bearer: bytes | None = None
     describe_drain: Callable[[], Health] = describe_plain_drain
     why_fenced: Callable[[], str | None] | None = None
+    journal: CacheJournal | None = None
     num_open: int = 0
     is_draining: bool = False
     _ended: set[asyncio.Task[object]] = field(default_factory=set)
@@ -121,13 +127,25 @@ class AccessMiddleware:
         elif scope["method"] == "POST" and path in MULTIPLEX_HANDLERS:
             await MULTIPLEX_HANDLERS[path](scope["extensions"][EXTENSION])
         elif scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await self._get(scope, receive, send)
         elif drain_state.is_draining and not (drain_state.num_open and MOVES in scope["headers"]):
             await _refuse(send, 503, _error("this worker is draining", "draining"))
         elif reason is not None:
             await _refuse(send, 503, _error(reason, FENCED))
         else:
             await self._serve(scope, receive, send)
+
+    async def _get(self, scope: Scope, receive: Receive, send: Send) -> None:
+        journal, path = self._drain_state.journal, scope["path"]
+        after = read_event_number(path.removeprefix(KV_EVENTS_PREFIX))
+        if journal is None or after is None or not path.startswith(KV_EVENTS_PREFIX):
+            await self._app(scope, receive, send)
+            return
+        page = await make_page(journal, after, lambda: self._drain_state.is_draining)
+        headers = [(b"content-type", b"application/msgpack")]
+        headers.append((b"content-length", str(len(page)).encode()))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": page})
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         drain_state = self._drain_state

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 
+from baton.config.cluster_key import is_loopback
 from baton.config.sections import HandoffSection
 from baton.config.topology import find_worker_topology
 from baton.encodings.interface import RAW
@@ -75,7 +76,7 @@ def server_arguments(options: VllmOptions, config: Config, launch: LaunchParamet
         *("--shutdown-timeout", str(ENGINE_END_TIMEOUT_S)),
         *("--middleware", ACCESS_MIDDLEWARE),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
-        *("--kv-transfer-config", _json(_transfer(config, options, launch.lease_file))),
+        *("--kv-transfer-config", _json(_transfer(config, options, launch))),
         *engine_flags(options, launch.platform),
         *_event_flags(options, launch, worker.name),
         *options.arguments,
@@ -113,9 +114,19 @@ def event_endpoints(run_directory: Path) -> tuple[str, str]:
     return f"ipc://{run_directory / 'events'}", f"ipc://{run_directory / 'replay'}"
 
 
-def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> dict[str, object]:
+def find_relayed(
+    options: VllmOptions, config: Config, run_directory: Path
+) -> tuple[str, str] | None:
+    """`event_endpoints`, where gateways of other hosts may list the server; else None."""
+    if not _publishes_events(options) or is_loopback(config.worker.host):
+        return None
+    return event_endpoints(run_directory)
+
+
+def _transfer(config: Config, options: VllmOptions, launch: LaunchParameters) -> dict[str, object]:
     """The value of `--kv-transfer-config`: Baton's connector, and a failed load costs time only."""
     kv_roles = {role: kv_role for kv_role, role in ROLES.items()}
+    relayed = find_relayed(options, config, launch.run_directory)
     extra: dict[str, object] = {
         "name": config.worker.name,
         "handoff_host": config.worker.handoff_host,
@@ -152,8 +163,10 @@ def _transfer(config: Config, options: VllmOptions, lease_file: Path | None) -> 
         extra["staging_bytes"] = config.handoff.staging_bytes
     if config.cluster.key_file is not None:
         extra["key_file"] = config.cluster.key_file
-    if lease_file is not None:
-        extra["lease_file"] = str(lease_file)
+    if launch.lease_file is not None:
+        extra["lease_file"] = str(launch.lease_file)
+    if relayed is not None:
+        extra["relayed_kv_events"] = relayed[0]
     return {
         "kv_connector": "BatonConnector",
         "kv_connector_module_path": "baton.engines.vllm",
@@ -192,16 +205,13 @@ def kv_cache_bytes(options: VllmOptions, platform: Platform) -> int | None:
 
 
 def _event_flags(options: VllmOptions, launch: LaunchParameters, worker: str) -> Iterator[str]:
-    if not options.kv_events:
-        return
-    rank = _data_parallel_rank(options.arguments)
-    if rank not in {"", "0"}:  # to a path vLLM cannot add the rank, and does not start
+    if not _publishes_events(options):
         given = (word.replace("_", "-") for word in options.arguments)
-        if not any(word.startswith("--kv-events-config") for word in given):
+        if options.kv_events and not any(w.startswith("--kv-events-config") for w in given):
             log.warning(
                 "data-parallel rank %s publishes no KV events: give it tcp:// endpoints by "
                 "--kv-events-config in engine.arguments",
-                rank,
+                _data_parallel_rank(options.arguments),
             )
         return
     endpoint, replay_endpoint = event_endpoints(launch.run_directory)
@@ -214,6 +224,11 @@ def _event_flags(options: VllmOptions, launch: LaunchParameters, worker: str) ->
         "buffer_steps": NUM_REPLAYED_STEPS,
         "topic": f"kv@{worker}",
     })
+
+
+def _publishes_events(options: VllmOptions) -> bool:
+    # To a path vLLM cannot add the data-parallel rank, and does not start.
+    return options.kv_events and _data_parallel_rank(options.arguments) in {"", "0"}
 
 
 def _data_parallel_rank(arguments: Sequence[str]) -> str:

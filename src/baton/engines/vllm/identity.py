@@ -141,6 +141,7 @@ class ModelFacts:
     `takes_unsigned_tickets`: every client of the server is a gateway. `resumes_streams`: Baton
     started it, and it goes on with other servers' streams from their token ids; then it can send
     streams by a multiplex, too.
+    `relays_kv_events`: gateways get `kv_events` from it, too.
     `adapter_settings`: how it applies LoRA adapters (`describe_settings`). `may_unmap_kv`: it can
     be put to sleep.
     """
@@ -155,6 +156,7 @@ class ModelFacts:
     topology: str = ""
     takes_unsigned_tickets: bool = False
     resumes_streams: bool = False
+    relays_kv_events: bool = False
     adapter_settings: bytes = b""
     may_unmap_kv: bool = False
 
@@ -186,6 +188,7 @@ def describe_worker(
         rank_addresses=addresses if identity.num_ranks > 1 else (),
         control_urls=tuple(rank.control_url for rank in known),
         kv_events=model.kv_events,
+        relays_kv_events=model.relays_kv_events,
         topology=model.topology,
         takes_unsigned_tickets=model.takes_unsigned_tickets,
         resumes_streams=model.resumes_streams,
@@ -202,15 +205,16 @@ def read_model_facts(vllm_config: VllmConfig, options: ConnectorOptions) -> Mode
     Raises:
         ConfigError: the topology does not name levels.
     """
-    model = vllm_config.model_config
-    served = model.served_model_name
+    model, kv_events = vllm_config.model_config, _read_kv_events(vllm_config)
+    served, relayed = model.served_model_name, options.relayed_kv_events
     return ModelFacts(
         model=str(model.model),
         served_model_name=served[0] if isinstance(served, list | tuple) else str(served),
         max_context_tokens=int(model.max_model_len),
         transports=options.transports,
         topology=find_topology(options.topology, read_environment(), read_clock_domain()),
-        kv_events=_read_kv_events(vllm_config),
+        kv_events=kv_events,
+        relays_kv_events=kv_events is not None and kv_events.endpoint == relayed,
         max_running=int(vllm_config.scheduler_config.max_num_seqs),
         max_step_tokens=int(vllm_config.scheduler_config.max_num_batched_tokens),
         takes_unsigned_tickets=options.clients_are_gateways,

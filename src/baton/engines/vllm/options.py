@@ -46,6 +46,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     each encoding of at most that error. `clients_are_gateways`: the server answers no client that
     has not proved to be a gateway, so that tickets are believed.
     `resumes_streams`: Baton extended the server, so that streams go on here from token ids.
+    `relayed_kv_events`: the endpoint whose events the server's own process passes on to gateways.
     `lease_file`: of a server that announces itself, until when it may write to others.
     """
 
@@ -82,6 +83,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True):
     identity: str | None = None
     clients_are_gateways: bool = False
     resumes_streams: bool = False
+    relayed_kv_events: str | None = None
     lease_file: str | None = None
     store: StoreSection = msgspec.field(default_factory=StoreSection)
 

@@ -30,11 +30,13 @@ from baton.engines.vllm.arguments import (
     check_model,
     check_room,
     find_platform,
+    find_relayed,
     server_arguments,
     server_environment,
 )
 from baton.engines.vllm.compatibility import check_data_parallel
 from baton.engines.vllm.engine_process import server_variables
+from baton.engines.vllm.event_relay import relay_events
 from baton.engines.vllm.options import VllmOptions, require_cpu_block_size
 from baton.errors import UNDECODABLE, BatonError, ConfigError, EngineError
 from baton.ids import Epoch, WorkerId
@@ -164,8 +166,10 @@ LEASE_FILE: Final = "lease"
 class ServerLifecycle:
     """From start to end of one vLLM server. Owned by the main thread and its event loop."""
 
-    def __init__(self, context: ServerContext, watch: PreemptionWatch) -> None:
-        self._context, self._watch = context, watch
+    def __init__(
+        self, context: ServerContext, watch: PreemptionWatch, relayed: tuple[str, str] | None
+    ) -> None:
+        self._context, self._watch, self._relayed = context, watch, relayed
         self._status_reporter = context.status_reporter
         self._ending: asyncio.Task[None] | None = None
         self._is_ready = False
@@ -202,7 +206,10 @@ class ServerLifecycle:
 
         resumed_streams.install()
         worker = self._context.config.worker
-        async with serve_probes(worker.host, worker.probe_port, self._is_well):
+        async with (
+            serve_probes(worker.host, worker.probe_port, self._is_well),
+            relay_events(self._relayed, WorkerId(worker.name), DRAIN_STATE),
+        ):
             server = asyncio.create_task(
                 run_server_worker(
                     self._context.url,
@@ -385,7 +392,8 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
             config.preemption, config.worker.name, MachineClock(), context.status_reporter
         )
         DRAIN_STATE.describe_drain = watch.describe_health
-        ServerLifecycle(context, watch).run(server_arguments(options, config, launch))
+        relayed = find_relayed(options, config, context.run_directory)
+        ServerLifecycle(context, watch, relayed).run(server_arguments(options, config, launch))
     finally:
         shutil.rmtree(context.run_directory, ignore_errors=True)
 
