@@ -41,6 +41,32 @@ def test_its_end_is_noticed_and_nothing_of_it_is_left(by: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), OSError(24, "no fds")])
+def test_a_process_that_cannot_be_watched_is_ended(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """asyncio asks for a thread or a descriptor once it exists: there may be none."""
+    pids = []
+
+    def refuse(_: object, pid: int, *args: object) -> None:
+        pids.append(pid)
+        raise error
+
+    for name in ("ThreadedChildWatcher", "PidfdChildWatcher", "_ThreadedChildWatcher"):
+        watcher = getattr(asyncio.unix_events, name, None)
+        if watcher is not None:
+            monkeypatch.setattr(watcher, "add_child_handler", refuse)
+
+    async def scenario() -> None:
+        command = (sys.executable, "-c", "import time; time.sleep(60)")
+        with pytest.raises(type(error), match=str(error.args[-1])):
+            await spawn("worker", command, os.environ, lambda _: None)
+
+    asyncio.run(scenario())
+    (pid,) = pids
+    assert not Path(f"/proc/{pid}").exists(), "it was ended and waited for"
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -335,6 +335,26 @@ def test_a_connection_for_which_this_host_lacks_a_descriptor_is_no_fault_of_the_
     run(replying(OK), scenario)
 
 
+def test_of_several_addresses_this_hosts_own_lack_counts_too(monkeypatch):
+    def getaddrinfo(host, port, *_, **__):
+        addresses = ("127.0.0.1", "127.0.0.2")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+    async def scenario(server: RawServer, upstream: Upstream, url: URL) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(WorkerUnreachableError) as refused:
+                await upstream.post(url.with_host("two.test"), b"{}")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert refused.value.is_late
+
+    run(replying(OK), scenario)
+
+
 def test_a_worker_whose_name_hangs_in_the_resolver_delays_no_other_worker(monkeypatch):
     """A lookup cannot be cancelled: it used to keep one of the few threads that all names share."""
     goes_on = threading.Event()

@@ -131,7 +131,16 @@ class Credentials:
             ConfigError: a file is missing, cannot be used, or others can read the private key.
         """
         files = [directory / name for name in IDENTITY_FILES]
-        return cls(key, lambda: read_identity(directory), files, clock, check=check)
+        made = cls(key, lambda: read_identity(directory), files, clock, check=check)
+        revoked = directory / REVOKED_FILE
+        # A list that revokes nothing has a signature: perhaps a copy has failed half-way.
+        if not made.identity.revoked and revoked.exists():
+            log.warning(
+                "%s is empty, so that nothing counts as revoked: copy the one of the authority's "
+                "directory, or remove the file",
+                revoked,
+            )
+        return made
 
     @property
     def number(self) -> int:
@@ -237,8 +246,8 @@ class Credentials:
         identity = self._read()
         if before.identity.revoked and not identity.revoked:
             raise ConfigError(
-                f"{REVOKED_FILE} of {before.own} is gone: what it revoked would be trusted again; "
-                "start the process anew to do without a list"
+                f"{REVOKED_FILE} of {before.own} is gone or empty: what it revoked would be "
+                "trusted again; start the process anew to do without a list"
             )
         return self._load(identity, before.number + 1)
 
@@ -286,22 +295,12 @@ def read_identity(directory: Path) -> Identity:
             certificate=_read_file(directory / CERTIFICATE_FILE),
             authorities=_read_file(directory / AUTHORITIES_FILE),
             private_key=_read_file(private_key),
-            revoked=_read_list(revoked) if revoked.exists() else b"",
+            revoked=_read_file(revoked) if revoked.exists() else b"",
         )
     except OSError as exc:
         raise ConfigError(
             f"cannot read the identity in {directory}: {exc}; make one with: baton key issue"
         ) from exc
-
-
-def _read_list(path: Path) -> bytes:
-    content = _read_file(path)
-    if not content:  # a copy that failed half-way; a list that revokes nothing has a signature
-        raise ConfigError(
-            f"{path} is empty: copy the one of the authority's directory, or remove the file where "
-            "nothing was revoked"
-        )
-    return content
 
 
 def _read_file(path: Path) -> bytes:

@@ -163,7 +163,8 @@ class ConnectionPool:
                 if isinstance(exc, ssl.SSLError) and not is_old:
                     raise
                 errors.append(exc)
-        raise merge_errors(errors)
+        own = [each for each in errors if each.errno in OWN_LACKS]
+        raise own[0] if own else merge_errors(errors)
 
     async def _connect_to(self, address: str) -> Connection:
         loop, port = self._loop, self._port

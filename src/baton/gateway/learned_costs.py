@@ -13,16 +13,18 @@ import asyncio
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError
+from baton.net.daemon_thread import begin_call
 from baton.router.learning import MOST_BEND, LearnedLine, PromptLine
 from baton.router.topology import Distance
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Sequence
     from pathlib import Path
 
     from baton.router.load import FleetLoad
@@ -34,6 +36,7 @@ MAX_BYTES: Final = 1 << 20
 END_TIMEOUT_S: Final = 5.0
 
 log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e4)]
 
 
@@ -80,7 +83,7 @@ async def keep_costs(path: Path | None, load: FleetLoad) -> AsyncGenerator[None]
     if path is None:
         yield
         return
-    kept = await asyncio.to_thread(_read, path)
+    kept = await _call(partial(_read, path))
     _guess(kept, load)
     ends = asyncio.Event()
     task = asyncio.create_task(_follow(path, load, kept, ends))
@@ -111,7 +114,7 @@ async def _follow(
                 await ends.wait()
         is_last = ends.is_set()
         try:
-            found = await asyncio.to_thread(_read, path)
+            found = await _call(partial(_read, path))
         except ConfigError as exc:
             log.warning("%s; it is replaced by what this gateway has learned", exc)
         else:  # of other gateways, too
@@ -119,7 +122,11 @@ async def _follow(
             _guess(found, load)
         _learn(load, kept)
         if kept:
-            await asyncio.to_thread(_write, path, KeptFile(dict(kept)))
+            await _call(partial(_write, path, KeptFile(dict(kept))))
+
+
+async def _call(function: Callable[[], Result]) -> Result:
+    return await asyncio.wrap_future(begin_call("learned-costs", function))
 
 
 def _guess(kept: dict[str, KeptCosts], load: FleetLoad) -> None:

@@ -257,6 +257,11 @@ async def _start(
     status_messages: _Pipe,
 ) -> Process:
     try:
+        pid_fd, own_pid_fd = os.pipe()
+    except OSError:
+        status_messages.close()
+        raise
+    try:
         return await asyncio.create_subprocess_exec(
             *command,
             "--status-fd",
@@ -269,11 +274,34 @@ async def _start(
             start_new_session=True,
             limit=MAX_LINE_BYTES,
             # Runs in the child before exec: it takes no lock that another thread could hold.
-            preexec_fn=partial(exit_with_parent, os.getpid()),
+            preexec_fn=partial(_prepare, os.getpid(), own_pid_fd),
         )
     except BaseException:
         status_messages.close()
+        _end_unwatched(pid_fd)
         raise
+    finally:
+        os.close(pid_fd)
+        os.close(own_pid_fd)
+
+
+def _prepare(parent_pid: int, pid_fd: int) -> None:
+    """In a child before exec: see `exit_with_parent`, and report that it exists."""
+    exit_with_parent(parent_pid)
+    os.write(pid_fd, os.getpid().to_bytes(8, "little"))
+
+
+def _end_unwatched(pid_fd: int) -> None:
+    """End the process that was started, if there is one: asyncio could not watch it.
+
+    It asks for a thread or a descriptor to watch it with, of which there may be no more, only then.
+    """
+    os.set_blocking(pid_fd, False)
+    with suppress(BlockingIOError, ChildProcessError):
+        pid = int.from_bytes(os.read(pid_fd, 8), "little")
+        if pid and os.waitpid(pid, os.WNOHANG) == (0, 0):
+            kill_session(pid)
+            os.waitpid(pid, 0)
 
 
 def exit_with_parent(parent_pid: int) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-import threading
-from concurrent.futures import Future
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from baton.net.daemon_thread import begin_call
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
 LATE_S: Final = 0.5
 """From when on addresses that were found before are used."""
@@ -58,7 +59,7 @@ class HostName:
         """
         running = self._running
         if running is None or running.done():
-            running = self._running = self._begin()
+            running = self._running = begin_call(f"look-up-{self._host}", self._ask)
         try:
             async with asyncio.timeout(timeout_s):
                 # Its end by the timeout does not end `running`.
@@ -70,29 +71,15 @@ class HostName:
             raise type(answer)(*answer.args) from answer  # each caller adds its own traceback
         return answer
 
-    def _begin(self) -> Future[tuple[str, ...] | OSError]:
-        running: Future[tuple[str, ...] | OSError] = Future()
-        running.set_running_or_notify_cancel()  # who waits for it may be cancelled: not the lookup
-        thread = threading.Thread(
-            target=self._run, args=(running,), name=f"look-up-{self._host}", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as exc:  # no more threads
-            raise OSError(str(exc)) from exc
-        return running
-
-    def _run(self, running: Future[tuple[str, ...] | OSError]) -> None:
-        answer: tuple[str, ...] | OSError
+    def _ask(self) -> tuple[str, ...] | OSError:
         try:
             found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
         except OSError as exc:
-            answer = exc
+            return exc
         except ValueError as exc:  # no host name
-            answer = OSError(f"{self._host[:300]!r} cannot be looked up: {exc}")
-        else:
-            self._found = answer = tuple(dict.fromkeys(str(address[0]) for *_, address in found))
-        running.set_result(answer)
+            return OSError(f"{self._host[:300]!r} cannot be looked up: {exc}")
+        self._found = tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+        return self._found
 
 
 def name_of(host: str) -> HostName | None:

@@ -7,10 +7,11 @@ import contextlib
 import ctypes
 import errno
 import logging
+import os
 import signal
 import socket
 from contextlib import ExitStack, closing
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
@@ -64,6 +65,7 @@ class SilentServer(uvicorn.Server):
 def end_signals(on_signal: Callable[[int], None]) -> Generator[None]:
     """SIGTERM and SIGINT call `on_signal` on this event loop, for as long as the block runs."""
     loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+    _first_parent_of(os.getpid())
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:
@@ -88,10 +90,17 @@ def ignore_relayed(number: int) -> bool:
 
 
 def _ends_with_parent() -> bool:
-    """Whether the parent has tied this process to itself, see prctl(2): it asks it to end."""
+    """Whether a parent that lives has tied this process to itself, see prctl(2)."""
     number = ctypes.c_int()
     ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
-    return number.value != 0
+    return number.value != 0 and os.getppid() == _first_parent_of(os.getpid())
+
+
+@cache
+def _first_parent_of(pid: int) -> int:
+    """The parent when this process, with that id, asked first."""
+    del pid  # a forked process asks for itself
+    return os.getppid()
 
 
 def count_refusals(registry: CollectorRegistry, prefix: str) -> Callable[[Refusal], None]:

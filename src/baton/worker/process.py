@@ -94,7 +94,7 @@ def _watch(fd: int, parent_pid: int) -> None:
     logger.warning("process %d has ended, and this worker ends with it", parent_pid)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(GRACE_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)  # another SIGTERM could be a launcher's
 
 
 FLUSH_TIMEOUT_S: Final = 5

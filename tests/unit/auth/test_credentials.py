@@ -314,13 +314,16 @@ def test_a_list_that_ends_while_a_process_runs_revokes_as_before(
         credentials.find_peer(der)
 
 
-def test_an_empty_list_is_refused_at_the_start_too(directories: Directories) -> None:
+def test_an_empty_list_at_the_start_is_none_and_warned_of(
+    directories: Directories, caplog: pytest.LogCaptureFixture
+) -> None:
     own = directories.issue("w")
-    (own / "ca.crl").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"ca\.crl is empty: copy the one of the authority"):
-        Credentials.from_directory(own, KEY)
     (own / "ca.crl").unlink()
     assert Credentials.from_directory(own, KEY).identity.revoked == b""
+    assert not caplog.records
+    (own / "ca.crl").write_bytes(b"")
+    assert Credentials.from_directory(own, KEY).identity.revoked == b""
+    assert "ca.crl is empty, so that nothing counts as revoked" in caplog.text
 
 
 def test_an_identity_without_a_list_gets_none_with_a_second_authority(

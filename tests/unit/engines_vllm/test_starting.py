@@ -60,7 +60,7 @@ def test_sigterm_again_ends_a_server_at_once_unless_a_launcher_passes_it_on(
     reporter, config = StatusReporter(-1), Config(security=SecuritySection(tls="off"))
     watch = PreemptionWatch(PreemptionSection(), "w", MachineClock(), reporter)
     context = SimpleNamespace(config=config, status_reporter=reporter, membership=None)
-    life = ServerLifecycle(context, watch)
+    life = ServerLifecycle(context, watch, None)
     left, stops = [], []
 
     def leave(status):

@@ -261,14 +261,15 @@ def test_a_file_system_that_hangs_stops_neither_the_event_loop_nor_what_ends_aft
                 await asyncio.sleep(0.01)
             assert not goes_on.is_set(), "the event loop was not stopped"
         assert "no answer in 0.05 s" in caplog.text
-        go_on()
 
     late = threading.Timer(5.0, go_on)
     late.start()
     try:
         asyncio.run(main())
+        assert not goes_on.is_set(), "the end of the event loop did not wait for it"
     finally:
         late.cancel()
+        go_on()
 
 
 def test_without_a_path_nothing_is_kept(tmp_path):

@@ -10,12 +10,14 @@ import asyncio
 import os
 import stat
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from baton.errors import ConfigError, ProtocolError
 from baton.gateway.members.interface import NoSourceOptions, SourceFactory, SourceSetup
 from baton.gateway.options import WorkerAddress
+from baton.net.daemon_thread import begin_call
 from baton.protocol.members import MAX_MEMBERS_FILE_BYTES, decode_members
 from baton.registry import Plugin
 
@@ -74,8 +76,8 @@ class FileSource:
     async def _content(self) -> bytes:
         """On a thread, since the file may be on another host: one at a time, even if it hangs."""
         if self._reading is None:
-            loop = asyncio.get_running_loop()
-            self._reading = loop.run_in_executor(None, read_bounded, self._path)
+            reading = begin_call("members-file", partial(read_bounded, self._path))
+            self._reading = asyncio.wrap_future(reading)
             # Whoever waits for it may be cancelled.
             self._reading.add_done_callback(lambda done: done.cancelled() or done.exception())
         async with asyncio.timeout(READ_TIMEOUT_S):
