@@ -129,10 +129,14 @@ def spell(token: str) -> bytes:
     return token.encode()
 
 
+FIELDS_OF_ENGINE: dict[str, object] = {}
+"""vLLM's servers alone name tokens by their ids."""
+
+
 def ask(gateway: FleetProcess, prompt: list[int]) -> tuple[float, int, bytes, str]:
     """Milliseconds to an answer of one token, cached tokens, the token, and the request's id."""
     body = {"model": SERVED, "prompt": prompt, "max_tokens": 1, "temperature": 0}
-    body |= {"logprobs": 0, "return_tokens_as_token_ids": True}  # the latter is vLLM's alone
+    body |= {"logprobs": 0, **FIELDS_OF_ENGINE}
     headers = {"content-type": "application/json"}
     url = f"{gateway.url}/v1/completions"
     began = time.perf_counter()
@@ -285,6 +289,8 @@ def main() -> None:
         show([Run(**run) for run in json.loads(options.read.read_bytes())["runs"]])
         return
     os.environ.update(S3_CREDENTIALS, BATON_CLUSTER_KEY=os.urandom(32).hex())
+    if options.engine == "vllm":
+        FIELDS_OF_ENGINE["return_tokens_as_token_ids"] = True
     rng = np.random.default_rng()
     runs: list[Run] = []
     with ExitStack() as stack:

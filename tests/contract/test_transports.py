@@ -65,7 +65,8 @@ def test_a_peer_beyond_the_bound_is_refused_with_the_reason_until_there_is_room(
     first, remote, second = start_one_connection(kind, tmp_path)
     reason = f"1 connections of {kind} are open, which is the most ({kind}.max_connections)"
     assert find_refusal(second) == f"the peer refused to attach: {reason}"
-    assert caplog.messages == [f"refused a peer: {reason}"]
+    ours = [each.message for each in caplog.records if each.name.startswith("baton")]
+    assert ours == [f"refused a peer: {reason}"]  # NIXL logs, too, in a process's first use
     first.writer.transport.detach(remote)
     first.pump(lambda: not first.reader.transport._listener.num_peers)
     second.attach()

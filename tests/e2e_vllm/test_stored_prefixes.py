@@ -43,6 +43,8 @@ pytestmark = pytest.mark.vllm
 ENTRY_TOKENS = 64
 NUM_PARTS = 2
 EMBEDDED_BLOCK = 24
+OF_EMBEDDED = {"return_tokens_as_token_ids": None}
+"""Of what tests ask, the field that vLLM alone serves."""
 SOON_S = 20.0
 NUM_STREAMED = 300
 
@@ -200,7 +202,7 @@ def test_what_a_server_computed_is_loaded_after_its_end(
     full = [count_full(len(prompt)) for prompt in prompts]
     whole_blocks = [num_tokens - num_tokens % EMBEDDED_BLOCK for num_tokens in full]
     for server, num_loaded in ((second, full), (embedded, whole_blocks)):
-        answers = ask_all(server, prompts)
+        answers = ask_all(server, prompts, **(OF_EMBEDDED if server is embedded else {}))
         check_answers(answers, expected)
         assert [answer.num_cached for answer in answers] == num_loaded
     loaded = np.subtract(read_loaded(second), num_before)
@@ -218,7 +220,7 @@ def test_what_another_engine_computed_is_loaded(
     prompts = make_prompts(2, seed=62, shortest=300, longest=500)
     expected = ask_all(cluster.oracle, prompts)
     before = find_entries(folder)
-    check_answers(ask_all(embedded, prompts), expected)
+    check_answers(ask_all(embedded, prompts, **OF_EMBEDDED), expected)
     lengths = [count_embedded(*each) for each in zip(prompts, expected, strict=True)]
     wait_until_kept(folder, before, lengths)
     stranger = ask_all(second, prompts[:1], cache_salt="another")
@@ -242,7 +244,7 @@ def test_damaged_entries_are_computed(
     (prompt,) = make_prompts(1, seed=63, shortest=500, longest=500)
     expected = ask_one(cluster.oracle, prompt)
     before = find_entries(folder)
-    check_answers([ask_one(embedded, prompt)], [expected])
+    check_answers([ask_one(embedded, prompt, **OF_EMBEDDED)], [expected])
     entries = wait_until_kept(folder, before, [count_embedded(prompt, expected)])
     for path in sorted(entries)[::3]:
         body = bytearray(path.read_bytes())
@@ -264,7 +266,7 @@ def test_a_store_that_hangs_costs_one_request_its_time(
     prompts = make_prompts(3, seed=64, shortest=300, longest=400)
     expected = ask_all(cluster.oracle, prompts)
     before = find_entries(folder)
-    check_answers(ask_all(embedded, prompts), expected)
+    check_answers(ask_all(embedded, prompts, **OF_EMBEDDED), expected)
     lengths = [count_embedded(*each) for each in zip(prompts, expected, strict=True)]
     wait_until_kept(folder, before, lengths)
     point = StorePoint(cluster_factory.run_directory / "point")
