@@ -115,6 +115,9 @@ async def _follow(
         is_last = ends.is_set()
         try:
             found = await _call(partial(_read, path))
+        except OSError as exc:  # there are no more threads
+            log.warning("cannot read or keep the learned costs in %s now: %s", path, exc)
+            continue
         except ConfigError as exc:
             log.warning("%s; it is replaced by what this gateway has learned", exc)
         else:  # of other gateways, too
@@ -122,7 +125,8 @@ async def _follow(
             _guess(found, load)
         _learn(load, kept)
         if kept:
-            await _call(partial(_write, path, KeptFile(dict(kept))))
+            with contextlib.suppress(OSError):  # no more threads: the next time
+                await _call(partial(_write, path, KeptFile(dict(kept))))
 
 
 async def _call(function: Callable[[], Result]) -> Result:

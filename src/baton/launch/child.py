@@ -294,7 +294,7 @@ def _prepare(parent_pid: int, pid_fd: int) -> None:
 def _end_unwatched(pid_fd: int) -> None:
     """End the process that was started, if there is one: asyncio could not watch it.
 
-    It asks for a thread or a descriptor to watch it with, of which there may be no more, only then.
+    It takes the thread or descriptor with which it watches a process only after the fork.
     """
     os.set_blocking(pid_fd, False)
     with suppress(BlockingIOError, ChildProcessError):

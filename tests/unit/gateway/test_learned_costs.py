@@ -272,6 +272,26 @@ def test_a_file_system_that_hangs_stops_neither_the_event_loop_nor_what_ends_aft
         go_on()
 
 
+def test_what_is_learned_is_kept_again_once_there_are_threads(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(learned_costs, "INTERVAL_S", 0.01)
+    begin, path = learned_costs.begin_call, tmp_path / "costs.json"
+
+    def refuse(*_):
+        raise OSError("can't start new thread")
+
+    async def main():
+        async with keep_costs(path, FleetLoad()):
+            monkeypatch.setattr(learned_costs, "begin_call", refuse)
+            while "can't start new thread" not in caplog.text:
+                await asyncio.sleep(0.001)
+            monkeypatch.setattr(learned_costs, "begin_call", begin)
+            path.write_text("no costs")
+            while "is replaced by what" not in caplog.text:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_without_a_path_nothing_is_kept(tmp_path):
     keep(None, FleetLoad())
     assert not [*tmp_path.iterdir()]
