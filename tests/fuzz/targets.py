@@ -177,8 +177,8 @@ from baton.transfer.transports.nixl.session import NixlMetadata
 from baton.transfer.transports.nixl.session import _metadata as nixl_metadata
 from baton.transfer.transports.shared import wire as shared
 from baton.transfer.transports.tcp import wire as tcp
+from baton.worker.errors import UnknownPathError
 from baton.worker.fields import parse_chat, parse_completion
-from baton.worker.http_exchange import UnknownPathError
 from baton.worker.standby import read_next_tokens
 from baton.worker.status_pages import _read_abort, _read_ticket_id, _read_token
 from tests.fuzz.peers import run_episode

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from baton.errors import BatonError
 from baton.protocol.worker_http import HEALTH_PATH
-from baton.worker.http_exchange import (
+from baton.worker.errors import (
     ClientGoneError,
-    HttpExchange,
     UnauthorizedError,
     UnknownPathError,
     WrongMethodError,
     describe,
     was_declined,
 )
+from baton.worker.exchange import WorkerExchange
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
+Handler: TypeAlias = Callable[[WorkerExchange], Awaitable[None]]
 Methods: TypeAlias = Mapping[str, Handler]
 
 OPEN_PATH: Final = HEALTH_PATH
@@ -83,7 +83,7 @@ class Bearer:
     def __init__(self, key: ClusterKey) -> None:
         self._expected = b"Bearer " + key.sign("http", b"worker").hex().encode()
 
-    def check(self, exchange: HttpExchange) -> None:
+    def check(self, exchange: WorkerExchange) -> None:
         """Pass, or raise.
 
         Raises:
@@ -107,7 +107,7 @@ class WorkerApp:
         """Serve one request; other scopes are not ours."""
         if scope["type"] != "http":
             raise NotImplementedError(f"ASGI scope {scope['type']}")
-        exchange = HttpExchange(scope, receive, send)
+        exchange = WorkerExchange(scope, receive, send)
         try:
             if self._bearer is not None:
                 self._bearer.check(exchange)
@@ -119,7 +119,7 @@ class WorkerApp:
                 logger.exception("%s %s failed", exchange.method, exchange.path)
             await self._answer_error(exchange, exc)
 
-    async def _answer_error(self, exchange: HttpExchange, error: Exception) -> None:
+    async def _answer_error(self, exchange: WorkerExchange, error: Exception) -> None:
         problem = describe(error)
         self._metrics.error_response(problem.status)
         if was_declined(error):

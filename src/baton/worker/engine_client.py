@@ -20,7 +20,7 @@ from baton.engines.interface import (
     TokensComputed,
 )
 from baton.errors import BatonError, InvalidRequestError
-from baton.worker.http_exchange import DeadlineError, DrainingError, FencedError
+from baton.worker.errors import DeadlineError, DrainingError, FencedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

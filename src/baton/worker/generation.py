@@ -29,6 +29,7 @@ from baton.errors import (
 from baton.ids import RequestId, new_span_id
 from baton.protocol.worker_http import (
     CREATED_HEADER,
+    END_OF_STREAM,
     FIRST_TOKEN_AGE_HEADER,
     MAX_NEXT_TOKENS_BYTES,
     PROMPT_TOKENS_HEADER,
@@ -43,10 +44,9 @@ from baton.protocol.worker_http import (
 )
 from baton.telemetry.trace import RequestSpan, Stamp, TraceRing
 from baton.telemetry.trace_context import TRACEPARENT, parse_traceparent
-from baton.worker.http_exchange import BodyTooLargeError, HttpExchange, describe
+from baton.worker.errors import BodyTooLargeError, describe
 from baton.worker.output_processor import OutputProcessor, TextChunk
 from baton.worker.replies import (
-    DONE,
     CompleteAnswer,
     EventWriter,
     ReplyHead,
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from baton.engines.interface import FinishReason, NewToken, RequestKind
     from baton.tokenizer.tokenizer import Tokenizer
     from baton.worker.engine_client import AnswerStream, EngineClient
+    from baton.worker.exchange import WorkerExchange
     from baton.worker.metrics import RequestObserver
     from baton.worker.options import WorkerOptions
     from baton.worker.prompts import Generation
@@ -95,7 +96,7 @@ class GenerationContext:
 class _Job:
     """One admitted request on its way."""
 
-    exchange: HttpExchange
+    exchange: WorkerExchange
     adapter: ApiAdapter
     generation: Generation
     known: KnownTokens
@@ -111,7 +112,7 @@ class GenerationService:
         self._counter = itertools.count()
         self._standbys = Standbys()
 
-    async def feed_standby(self, exchange: HttpExchange) -> None:
+    async def feed_standby(self, exchange: WorkerExchange) -> None:
         """`POST /baton/v1/standbys/{standby}/tokens`: what the client got from another worker."""
         self._check_from_gateway(is_from_gateway=exchange.is_from_gateway)
         tokens = read_next_tokens(await exchange.read_body(MAX_NEXT_TOKENS_BYTES))
@@ -119,7 +120,7 @@ class GenerationService:
         await self._standbys.feed(name, tokens)
         await exchange.send_nothing()
 
-    async def serve(self, exchange: HttpExchange, adapter: ApiAdapter) -> None:
+    async def serve(self, exchange: WorkerExchange, adapter: ApiAdapter) -> None:
         """Answer one request; the client's disconnect cancels it.
 
         Raises:
@@ -131,7 +132,7 @@ class GenerationService:
         with exchange.cancelled_when_gone():
             await self._answer(exchange, adapter, body, received)
 
-    async def _read_body(self, exchange: HttpExchange) -> bytes:
+    async def _read_body(self, exchange: WorkerExchange) -> bytes:
         context = self._context
         try:
             return await exchange.read_body(context.max_body_bytes)
@@ -144,7 +145,7 @@ class GenerationService:
             ) from exc
 
     async def _answer(
-        self, exchange: HttpExchange, adapter: ApiAdapter, body: bytes, received: Instant
+        self, exchange: WorkerExchange, adapter: ApiAdapter, body: bytes, received: Instant
     ) -> None:
         generation = await adapter.read(body)
         tokenized = self._context.clock.now()
@@ -263,7 +264,7 @@ class GenerationService:
                 raise
             if not isinstance(exc, BatonError):
                 logger.exception("%s failed in mid-stream", job.request.trace.name)
-            await job.exchange.end_stream(error_event(describe(exc).body) + DONE)
+            await job.exchange.end_stream(error_event(describe(exc).body) + END_OF_STREAM)
             job.request.trace.outcome = "failed"
             return
         await self._end_stream(job, writer, answer)
@@ -296,7 +297,7 @@ class GenerationService:
     async def _end_stream(self, job: _Job, writer: EventWriter, answer: OutputProcessor) -> None:
         usage = count_usage(len(job.generation.prompt_ids), answer)
         last = writer.usage(usage) if job.generation.include_usage else b""
-        await job.exchange.end_stream(last + DONE)
+        await job.exchange.end_stream(last + END_OF_STREAM)
 
     def _events(
         self, job: _Job, writer: EventWriter, batch: list[TextChunk], pending: list[int]
@@ -348,7 +349,7 @@ class GenerationService:
             yield chunks
 
     def _request(
-        self, exchange: HttpExchange, generation: Generation, kind: RequestKind, received: Instant
+        self, exchange: WorkerExchange, generation: Generation, kind: RequestKind, received: Instant
     ) -> GenerationRequest:
         timeout_s = min(_read_timeout_s(exchange), self._context.options.request_timeout_s)
         return GenerationRequest(
@@ -364,7 +365,7 @@ class GenerationService:
         )
 
     def _trace(
-        self, exchange: HttpExchange, generation: Generation, kind: RequestKind, received: Instant
+        self, exchange: WorkerExchange, generation: Generation, kind: RequestKind, received: Instant
     ) -> RequestSpan:
         options = self._context.options
         trace = RequestSpan(
@@ -439,13 +440,13 @@ def _tenant_salt(generation: Generation, kind: RequestKind) -> str:
     return kind.ticket.tenant_salt
 
 
-def _read_created(exchange: HttpExchange) -> int | None:
+def _read_created(exchange: WorkerExchange) -> int | None:
     """When the answer was created by the gateway's clock, the same for prefill and decode."""
     text = exchange.header(CREATED_HEADER.encode()) or b""
     return int(text) if text.isdigit() and len(text) <= MAX_CREATED_DIGITS else None
 
 
-def _seeded(generation: Generation, exchange: HttpExchange) -> Generation:
+def _seeded(generation: Generation, exchange: WorkerExchange) -> Generation:
     """With the gateway's seed, where the client gave none: another worker can go on with it."""
     seed = read_seed(exchange.header(SEED_HEADER.encode()) or b"")
     if generation.sampling.seed is not None or seed is None:
@@ -453,7 +454,7 @@ def _seeded(generation: Generation, exchange: HttpExchange) -> Generation:
     return replace(generation, sampling=msgspec.structs.replace(generation.sampling, seed=seed))
 
 
-def _read_timeout_s(exchange: HttpExchange) -> float:
+def _read_timeout_s(exchange: WorkerExchange) -> float:
     """Seconds that the gateway leaves for this request; infinite if it sets none."""
     text = exchange.header(TIMEOUT_HEADER.encode())
     if text is None:

@@ -10,8 +10,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from baton.telemetry.trace import RequestSpan, Stamp
+from baton.worker.errors import was_declined
 from baton.worker.fence import MembershipFence, Standing
-from baton.worker.http_exchange import was_declined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -12,6 +12,7 @@ import numpy as np
 from baton.engines.interface import EngineInfo, SamplingDefaults, SamplingParams
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
 from baton.tokenizer.chat_template import ChatTemplate, TemplateMessage, template_variables
+from baton.tokenizer.long_texts import is_too_long
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,9 +37,6 @@ MAX_OTHER_BYTES: Final = 1 << 20
 """Of a body: its other fields, and what surrounds each of many messages."""
 NUM_THREADS: Final = 2
 """For longer ones: how many are rendered or tokenized at once."""
-USUAL_CHARS_PER_TOKEN: Final = 4
-MIN_PIECE_CHARS: Final = 16_384
-MAX_TOKENS_PER_CUT: Final = 16
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """OpenAI's default for completions."""
 
@@ -157,28 +155,10 @@ class PromptReader:
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
         limit = self.max_prompt_tokens
-        await self._refuse_long(text, limit)
+        if await is_too_long(self.tokenizer, text, limit, self.threads):
+            raise _too_long(limit, f"more than {limit}", None)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await self._run(len(text), encode)
-
-    async def _refuse_long(self, text: str, limit: int) -> None:
-        """Refuse a text that is far too long at the cost of one that is a little too long.
-
-        At no cost, if it is too long even where each of its tokens is the longest there is.
-        """
-        if len(text) > self.max_prompt_chars:
-            raise _too_long(limit, f"more than {limit}", None)
-        piece_chars = max(MIN_PIECE_CHARS, limit * USUAL_CHARS_PER_TOKEN)
-        if len(text) <= piece_chars:
-            return
-        num_tokens = 0
-        for start in range(0, len(text), piece_chars):
-            piece = text[start : start + piece_chars]
-            encode = partial(self.tokenizer.encode, piece, add_special_tokens=False)
-            num_tokens += len(await self._run(len(piece), encode))
-            # Cut in two, a word has a few tokens more.
-            if num_tokens - MAX_TOKENS_PER_CUT * (start // piece_chars) > limit:
-                raise _too_long(limit, f"more than {limit}", None)
 
     async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
         """Off the event loop, except for what is short; not at all if the client leaves first."""

@@ -105,7 +105,6 @@ def count_usage(num_prompt_tokens: int, answer: OutputProcessor) -> Usage:
     )
 
 
-DONE: Final = b"data: [DONE]\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 
 

@@ -22,7 +22,7 @@ from baton.errors import UNDECODABLE, BatonError, InvalidRequestError
 from baton.handoff.interface import SampledToken
 from baton.ids import RequestId
 from baton.protocol.worker_http import NextTokens
-from baton.worker.http_exchange import DeadlineError, StandbyError
+from baton.worker.errors import DeadlineError, StandbyError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -35,7 +35,7 @@ from baton.protocol.worker_http import (
     WorkerInfo,
     WorkerLoad,
 )
-from baton.worker.http_exchange import HttpExchange, UnknownPathError
+from baton.worker.errors import UnknownPathError
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from baton.telemetry.trace import TraceRing
     from baton.telemetry.transfers import TransferTable
     from baton.worker.engine_client import EngineClient
+    from baton.worker.exchange import WorkerExchange
     from baton.worker.options import WorkerOptions
 
 MAX_TOKEN_BYTES: Final = 65_536
@@ -65,18 +66,18 @@ class StatusPages:
     clock: Clock
     clock_domain: str
 
-    async def health(self, exchange: HttpExchange) -> None:
+    async def health(self, exchange: WorkerExchange) -> None:
         """`GET /health`."""
         state = self.find_health()
         read = ClockReading(self.clock_domain, self.clock.now())
         state = msgspec.structs.replace(state, clock=read)
         await exchange.send_json(200 if state.status == "ok" else 503, state)
 
-    async def version(self, exchange: HttpExchange) -> None:
+    async def version(self, exchange: WorkerExchange) -> None:
         """`GET /version`."""
         await exchange.send_json(200, Version(baton.__version__))
 
-    async def models(self, exchange: HttpExchange) -> None:
+    async def models(self, exchange: WorkerExchange) -> None:
         """`GET /v1/models`."""
         model = ServedModel(
             id=self.options.served_model_name,
@@ -85,11 +86,11 @@ class StatusPages:
         )
         await exchange.send_json(200, ServedModels(data=(model,)))
 
-    async def metrics(self, exchange: HttpExchange) -> None:
+    async def metrics(self, exchange: WorkerExchange) -> None:
         """`GET /metrics`."""
         await exchange.send_bytes(200, generate_latest(self.registry), CONTENT_TYPE_LATEST.encode())
 
-    async def info(self, exchange: HttpExchange) -> None:
+    async def info(self, exchange: WorkerExchange) -> None:
         """`GET /baton/v1/info`."""
         info = self.engine.info
         await exchange.send_json(
@@ -119,7 +120,7 @@ class StatusPages:
             ),
         )
 
-    async def trace(self, exchange: HttpExchange) -> None:
+    async def trace(self, exchange: WorkerExchange) -> None:
         """`GET /baton/v1/traces/{request_id}`."""
         request_id = exchange.path.removeprefix(TRACES_PREFIX)
         trace = self.traces.find(request_id)
@@ -130,7 +131,7 @@ class StatusPages:
             )
         await exchange.send_json(200, trace)
 
-    async def kv_events(self, exchange: HttpExchange) -> None:
+    async def kv_events(self, exchange: WorkerExchange) -> None:
         """`GET /baton/v1/kv_events/{after}`: what was stored and removed since then.
 
         Where that is nothing yet, the answer waits a moment for it.
@@ -142,18 +143,18 @@ class StatusPages:
         page = await make_page(self.engine.journal, after)
         await exchange.send_bytes(200, page, b"application/msgpack")
 
-    async def links(self, exchange: HttpExchange) -> None:
+    async def links(self, exchange: WorkerExchange) -> None:
         """`GET /baton/v1/links`: what ways to peers cost, as measured."""
         links = MeasuredLinks(())
         if self.handoffs is not None:
             links = await describe_links(self.handoffs.agent)
         await exchange.send_json(200, links)
 
-    async def transfers_page(self, exchange: HttpExchange) -> None:
+    async def transfers_page(self, exchange: WorkerExchange) -> None:
         """`GET /baton/v1/transfers`: what handoffs and links took, by peer."""
         await exchange.send_json(200, self.transfers.report())
 
-    async def abort(self, exchange: HttpExchange) -> None:
+    async def abort(self, exchange: WorkerExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/abort`: the ticket's other half has failed."""
         text = exchange.path.removeprefix(HANDOFFS_PREFIX).removesuffix(ABORT_SUFFIX)
         order = _read_abort(await exchange.read_body(MAX_ABORT_BYTES))
@@ -162,7 +163,7 @@ class StatusPages:
             self.handoffs.abort_from_peer(ticket, order.reason[:MAX_REASON_CHARS])
         await exchange.send_nothing()
 
-    async def first_token(self, exchange: HttpExchange) -> None:
+    async def first_token(self, exchange: WorkerExchange) -> None:
         """`POST /baton/v1/handoffs/{ticket}/first_token`: the client is to get it from prefill."""
         text = exchange.path.removeprefix(HANDOFFS_PREFIX).removesuffix(FIRST_TOKEN_SUFFIX)
         token = _read_token(await exchange.read_body(MAX_TOKEN_BYTES), self.engine.info.vocab_size)

@@ -9,7 +9,7 @@ from baton.auth.ticket import Ticket, WorkerRef, unseal
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest, RequestKind
 from baton.errors import TicketError
 from baton.protocol.worker_http import INFO_PATH
-from baton.worker.http_exchange import StaleTicketError
+from baton.worker.errors import StaleTicketError
 
 if TYPE_CHECKING:
     from baton.auth.credentials import Credentials

@@ -49,8 +49,9 @@ from baton.tokenizer.digest import digest_tokenizer
 from baton.tokenizer.tokenizer import load_tokenizer
 from baton.worker.app import Bearer, PatternRoute, Routes, WorkerApp
 from baton.worker.engine_client import EngineClient
+from baton.worker.errors import FencedError
+from baton.worker.exchange import WorkerExchange
 from baton.worker.generation import GenerationContext, GenerationService
-from baton.worker.http_exchange import FencedError, HttpExchange
 from baton.worker.metrics import EngineCollector, FenceCollector, LeaseCollector, RequestObserver
 from baton.worker.prompts import NUM_THREADS, PromptReader
 from baton.worker.replies import ChatAdapter, CompletionAdapter
@@ -287,7 +288,7 @@ def _routes(pages: StatusPages, generation: GenerationService, reader: PromptRea
             LINKS_PATH: {"GET": pages.links},
             TRANSFERS_PATH: {"GET": pages.transfers_page},
             **{
-                path: {"POST": partial(HttpExchange.hand_to, serve=serve)}
+                path: {"POST": partial(WorkerExchange.hand_to, serve=serve)}
                 for path, serve in MULTIPLEX_HANDLERS.items()
             },
         },

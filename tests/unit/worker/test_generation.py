@@ -17,7 +17,7 @@ from baton.errors import ContextLengthError, EngineError, HandoffError, Overload
 from baton.handoff.interface import SampledToken
 from baton.ids import RequestId
 from baton.telemetry.trace import Stamp
-from baton.worker.http_exchange import DrainingError
+from baton.worker.errors import DrainingError
 from tests.unit.handoff.orders import make_ticket
 from tests.unit.worker.scripted_engine import (
     Client,

@@ -9,7 +9,7 @@ from baton.auth.ticket import Ticket, WorkerRef, seal
 from baton.engines.interface import Colocated, DecodeRequest, PrefillRequest
 from baton.errors import TicketError
 from baton.ids import Epoch, WorkerId, new_ticket_id
-from baton.worker.http_exchange import StaleTicketError
+from baton.worker.errors import StaleTicketError
 from baton.worker.ticket_reader import TicketReader
 from tests.tickets import issue
 from tests.unit.worker.scripted_engine import EPOCH, KEY
