@@ -59,7 +59,7 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
 """Each with the beginnings of its tests' paths; the first one that fits counts. These tests share
 the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conftest.py`."""
 
-SERVERS: Final = frozenset({"vllm_cluster_factory", "standing_cluster", "cluster"})
+SERVERS: Final = frozenset({"vllm_cluster_factory", "standing_cluster", "cluster", "oracle"})
 """Fixtures of the session whose servers only the tests of one group use: they end with the group.
 Servers that nobody uses still take processor time: gateways probe, workers renew their leases."""
 

@@ -95,7 +95,7 @@ class Kubelet:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         text = (RENDERED / "small.yaml").read_text(encoding="utf-8")
-        self._objects = [found for found in yaml.safe_load_all(text) if found]
+        self._objects = [found for found in yaml.load_all(text, yaml.CSafeLoader) if found]
         self._workloads = {
             found.labels["app.kubernetes.io/component"] + found.labels.get("baton/pool", ""): found
             for found in workloads(self._objects)

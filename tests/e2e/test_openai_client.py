@@ -6,10 +6,10 @@ import asyncio
 import urllib.request
 from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
 from tests.e2e.client import read_trace
+from tests.lazy_modules import openai
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,21 +159,21 @@ def test_many_async_clients_at_once(cluster: WorkerCluster) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "says"),
     [
-        ({"model": "gpt-9"}, openai.NotFoundError, "demo"),
-        ({"max_tokens": -1}, openai.BadRequestError, "max_tokens"),
-        ({"temperature": 3.5}, openai.BadRequestError, "temperature"),
-        ({"best_of": 3}, openai.BadRequestError, "best_of"),
-        ({"presence_penalty": 1}, openai.BadRequestError, "vllm"),
-        ({"prompt": [5] * 9000}, openai.BadRequestError, "8192"),
-        ({"prompt": {"no": "prompt"}}, openai.BadRequestError, "prompt"),
-        ({"top_p": "high"}, openai.BadRequestError, "top_p"),
+        ({"model": "gpt-9"}, "NotFoundError", "demo"),
+        ({"max_tokens": -1}, "BadRequestError", "max_tokens"),
+        ({"temperature": 3.5}, "BadRequestError", "temperature"),
+        ({"best_of": 3}, "BadRequestError", "best_of"),
+        ({"presence_penalty": 1}, "BadRequestError", "vllm"),
+        ({"prompt": [5] * 9000}, "BadRequestError", "8192"),
+        ({"prompt": {"no": "prompt"}}, "BadRequestError", "prompt"),
+        ({"top_p": "high"}, "BadRequestError", "top_p"),
     ],
 )
 def test_bad_requests_say_what_is_wrong(
-    client: openai.OpenAI, change: dict[str, object], kind: type[openai.APIStatusError], says: str
+    client: openai.OpenAI, change: dict[str, object], kind: str, says: str
 ) -> None:
     request = {"model": "demo", "prompt": "hello", "max_tokens": 5} | change
-    with pytest.raises(kind) as caught:
+    with pytest.raises(getattr(openai, kind)) as caught:
         client.completions.create(**request)
     assert says in caught.value.message
     assert caught.value.body["type"]

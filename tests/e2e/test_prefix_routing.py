@@ -154,7 +154,7 @@ def test_a_shared_prompt_whose_first_worker_dies_is_computed_by_the_second(fleet
     dies.wait_ready()
     settings = {**TLS, "router.policy": "cost"}
     gateway = fleet.start_gateway([dies], [], both=[workers["one"]], settings=settings)
-    messages = [{"role": "user", "content": f"its first worker dies. {TEXT * 22}"}]
+    messages = [{"role": "user", "content": f"its first worker dies. {TEXT * 12}"}]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(chat_traced, gateway, messages)
         until(lambda: metric(gateway, "baton_gateway_split_prompts_total") == 1)

@@ -8,10 +8,10 @@ import urllib.request
 from typing import TYPE_CHECKING
 
 import numpy as np
-import openai
 import pytest
 
 from tests.e2e.client import TLS, read_trace
+from tests.lazy_modules import openai
 
 if TYPE_CHECKING:
     import ssl

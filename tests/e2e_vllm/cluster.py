@@ -135,6 +135,7 @@ class ClusterFactory:
             "BATON_CLUSTER_KEY": KEY,
             "XDG_RUNTIME_DIR": str(run_directory),
             "XDG_STATE_HOME": str(run_directory),
+            "VLLM_RPC_BASE_PATH": str(run_directory),  # of servers that Baton does not start
         }
         with Fleet(logs, environment, start=start_preloaded_vllm, tls="control") as fleet:
             yield cls(fleet, folder / "model", run_directory)

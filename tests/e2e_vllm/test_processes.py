@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +58,20 @@ def test_nothing_is_left_in_shared_memory_files(cluster: VllmCluster) -> None:
             ours = [target for target in targets if "/dev/shm/baton" in target]
             # The store's folder has a name: others look for it there, and its last user removes it.
             assert not [target for target in ours if "-store" not in target]
+
+
+def test_sockets_of_a_server_lie_in_the_folder_that_goes_with_it(
+    cluster: VllmCluster, cluster_factory: ClusterFactory
+) -> None:
+    for server in (cluster.prefill, cluster.decode):
+        port = server.url.rpartition(":")[2]
+        (folder,) = cluster_factory.run_directory.rglob(f"worker-{port}")
+        assert [path for path in folder.iterdir() if path.is_socket() and is_uuid(path.name)]
+
+
+def is_uuid(name: str) -> bool:
+    """How vLLM names the sockets between its processes."""
+    return re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", name) is not None
 
 
 def test_idle_servers_rest(cluster: VllmCluster) -> None:

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from tests.e2e_vllm.client import (
@@ -30,6 +29,7 @@ from tests.e2e_vllm.telemetry_checks import (
     read_transfers,
 )
 from tests.e2e_vllm.tickets import Handoff, Server, read_prefill_result, read_tokens
+from tests.lazy_modules import openai
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
 from tests.e2e_vllm.client import ask_all, make_body, make_prompts, post, read_metric, read_request
+from tests.lazy_modules import openai
 
 if TYPE_CHECKING:
     from tests.e2e_vllm.cluster import VllmCluster

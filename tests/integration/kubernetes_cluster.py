@@ -19,11 +19,11 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import kubernetes_validate
 from aiohttp import web
 
 from tests.integration.kubernetes_api import refuse
 from tests.integration.test_gateway_tls import certificate_files
+from tests.kubernetes_schemas import validate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -402,11 +402,6 @@ def merge(target: Object, patch: Mapping[str, Any]) -> None:
             merge(target[key], value)
         else:
             target[key] = value
-
-
-def validate(found: Object) -> None:
-    """Against Kubernetes' own schema."""
-    kubernetes_validate.validate(found, "1.30", strict=True)
 
 
 def without_status(found: Object) -> Object:

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,7 +112,10 @@ def test_a_reader_that_leaves_early_costs_no_report(url, tmp_path):
         (["--trace", "no-such-file"], 2, "--input-len, --output-len: only without a trace"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_is_said_with_its_exit_code(url, flags, code, reported, capsys):
+def test_what_goes_wrong_is_said_with_its_exit_code(
+    url, flags, code, reported, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where a report goes that has no room
     found = main(["bench", "serve", *flags_of(url), *flags])
     said = capsys.readouterr().err
     assert found == code, said

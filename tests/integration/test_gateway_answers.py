@@ -7,11 +7,11 @@ import io
 import json
 
 import pytest
-from openai import OpenAI
 
 from baton.auth.ticket import unseal
 from tests.integration.gateway_cluster import JSON, PROMPT, STREAM, Cluster, after_prefill, run
 from tests.integration.scripted_worker import KEY, Visit
+from tests.lazy_modules import openai
 
 
 def test_both_legs_get_the_same_ticketed_body_at_once():
@@ -179,7 +179,7 @@ def test_connections_to_workers_are_used_again():
 
 def test_openai_client():
     def ask(url: str) -> tuple[str, list[str]]:
-        client = OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
+        client = openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
         whole = client.completions.create(model="demo", prompt="hello", max_tokens=3)
         stream = client.completions.create(model="demo", prompt="hello", stream=True)
         models = [model.id for model in client.models.list()]

@@ -30,6 +30,7 @@ from baton.net.http_limits import Connections, HttpLimits, Refusal
 from baton.net.http_server import bind, make_server_config, start_listening, url_of
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import Role
+from baton.testing.store_syscalls import others_frozen
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -301,12 +302,8 @@ def test_connections_that_are_given_up_in_their_handshake_leave_nothing() -> Non
             finally:
                 upstream.close()
 
-    gc.freeze()  # what earlier tests left is not looked at each time
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(main())
-    finally:
-        gc.unfreeze()
+    with others_frozen(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 def test_a_worker_is_reached_at_its_last_address_while_its_name_is_not_found(

@@ -50,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def objects(name: str = "small") -> list[dict]:
     text = (RENDERED / f"{name}.yaml").read_text(encoding="utf-8")
-    return [found for found in yaml.safe_load_all(text) if found]
+    return [found for found in yaml.load_all(text, yaml.CSafeLoader) if found]
 
 
 @contextlib.asynccontextmanager

@@ -42,6 +42,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # `accept` does not end otherwise
         self._listener.close()
 
     def _accept(self) -> None:

@@ -13,11 +13,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import pytest
 
 from tests.free_ports import find_free_port
 from tests.integration.worker_process import WorkerProcess, starting
+from tests.lazy_modules import openai
 
 if TYPE_CHECKING:
     from collections.abc import Generator

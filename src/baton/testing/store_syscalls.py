@@ -193,6 +193,8 @@ def others_frozen() -> Generator[None]:
         yield
     finally:
         gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # as `tests.conftest` has it: each later search would go through all modules
 
 
 def count_descriptors() -> int:
