@@ -41,7 +41,7 @@ COMPILED := $(VENV)/.compiled
 VLLM_COMPILED := $(VENV)/.compiled-vllm
 COLLECTED := $(VENV)/.collected
 
-.PHONY: help up test before-tests run-tests test-ray test-envoy bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types words docs docs-serve install install-dev format clean
+.PHONY: help up test before-tests run-tests test-ray test-envoy bench-control-short chaos chaos-ray simulate fuzz abuse soak store-kills explore check lint types types-src types-benchmarks words docs docs-serve install install-dev format clean
 .DEFAULT_GOAL := help
 
 ifneq ($(filter-out vllm transformers,$(ENGINE)),)
@@ -94,7 +94,7 @@ before-tests: $(VLLM) $(DEV) $(DOCS)
 
 # Three hosts in network namespaces: without root or iproute2 it skips. Not a part of `make test`.
 test-ray: $(DEV) $(RAY)
-	$(BIN)/python -m pytest -q -n 0 tests/ray -o timeout=600 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 0 tests/ray tests/unit/launch/ray -o timeout=600 $(PYTEST_ARGS)
 
 # In a folder of its own: its package has the name of xds-protos' one.
 test-envoy: $(DEV)
@@ -142,9 +142,14 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(DEV)
+types: types-src types-benchmarks
+
+types-src: $(DEV)
 	$(BIN)/mypy
-	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks
+
+# With other options for the same modules: in one cache each run would undo what the other has left.
+types-benchmarks: $(DEV)
+	$(BIN)/mypy --config-file benchmarks/mypy.ini --cache-dir .mypy_cache/benchmarks benchmarks
 
 words: | $(CREATED)
 	$(BIN)/python scripts/check_words.py

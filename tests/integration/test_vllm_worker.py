@@ -323,6 +323,7 @@ def test_a_worker_starts_answers_and_drains(runtime, stack, monkeypatch, start):
 
 FOLLOWER = """
 import multiprocessing, os, time
+from pathlib import Path
 from baton.config.environment import change_environment
 from baton.config.sections import LogSection
 from baton.engines.vllm.engine_process import exit_with_parent, server_variables
@@ -333,7 +334,7 @@ def follow(pipe):
     time.sleep(60)
 
 if __name__ == "__main__":
-    change_environment(server_variables(LogSection()) if {tied} else {{}})
+    change_environment(server_variables(LogSection(), Path()) if {tied} else {{}})
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
     context.Process(target=follow, args=(theirs,), daemon=True).start()
@@ -362,6 +363,7 @@ def test_an_engine_ends_with_its_server_and_only_with_it(tmp_path, tied):
 
 LEAVER = """
 import multiprocessing
+from pathlib import Path
 from baton.config.environment import change_environment
 from baton.config.sections import LogSection
 from baton.engines.vllm.engine_process import exit_at_end, server_variables
@@ -375,7 +377,7 @@ def leave(error):
         print("went on", flush=True)
 
 if __name__ == "__main__":
-    change_environment(server_variables(LogSection()) if {tied} else {{}})
+    change_environment(server_variables(LogSection(), Path()) if {tied} else {{}})
     context = multiprocessing.get_context("spawn")
     for error in (SystemExit(), SystemExit(3), RuntimeError(), None):
         process = context.Process(target=leave, args=(error,))

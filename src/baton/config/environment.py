@@ -11,7 +11,8 @@ from baton.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-MAX_RUNTIME_ROOT: Final = 64
+MAX_RUNTIME_ROOT: Final = 50
+"""Behind it come the name of a worker's folder and a socket's, which vLLM makes of a UUID."""
 
 
 def read_environment() -> Mapping[str, str]:

@@ -372,7 +372,8 @@ def serve(options: VllmOptions, context: ServerContext) -> None:
     cores = sorted(os.sched_getaffinity(0))
     # Before anything imports torch or vLLM: they read the environment on import.
     environment = server_environment(options, config.log.level, cores, platform)
-    change_environment({**environment, **server_variables(config.log)}, REMOVED_VARIABLES)
+    own = server_variables(config.log, context.run_directory)
+    change_environment({**environment, **own}, REMOVED_VARIABLES)
     if config.security.tls == "off" and not is_loopback(config.worker.host):
         DRAIN_STATE.bearer = context.credentials.key.sign("http", b"worker").hex().encode()
     lease_file = None if context.membership is None else context.run_directory / LEASE_FILE
