@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.flow_control import FlowControl
 
     from baton.net.multiplex import Multiplex, Multiplexes
-    from baton.net.write_batch import WriteBatch
+    from baton.net.turn_writes import TurnWrites
 
 HIGH_WATER_BYTES: Final = 64 << 10
 """Of a body that the application has not taken: then no more is read from the connection."""
@@ -58,7 +58,7 @@ class ResponsePath:
     min_taken_bytes: int
     take_timeout_s: float
     multiplexes: Multiplexes
-    batch: WriteBatch
+    turn_writes: TurnWrites
 
 
 class HttpExchange:
@@ -82,7 +82,7 @@ class HttpExchange:
         peer_certificate: bytes | None = None,
     ) -> None:
         self._path, self.transport, self._flow = path, path.transport, path.flow
-        self._writers = path.batch.writers
+        self._writers = path.turn_writes.writers
         self._is_head, self.keep_alive = is_head, keep_alive
         self._waits_for_continue, self.is_gateway = expects_continue, is_gateway
         self.peer_certificate = peer_certificate
@@ -206,7 +206,7 @@ class HttpExchange:
             if self._is_chunked and is_plain and 0 < num_bytes < SMALL_BYTES:
                 self.held_back = [b"%x\r\n%b\r\n" % (num_bytes, body)]
                 if not self._writers:
-                    self._path.loop.call_soon(self._path.batch.flush)
+                    self._path.loop.call_soon(self._path.turn_writes.flush)
                 self._writers.append(self)
             else:
                 self._send_body(body, is_last=False)
@@ -275,7 +275,7 @@ class HttpExchange:
         # Each write is a system call: what follows at once goes with it.
         self.held_back = [b"%b%b\r\n" % (STATUS_LINE[status], head)]
         if not self._writers:
-            self._path.loop.call_soon(self._path.batch.flush)
+            self._path.loop.call_soon(self._path.turn_writes.flush)
         self._writers.append(self)
 
     def _begin_multiplexed(

@@ -20,7 +20,7 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.net.multiplex import Multiplexes
-from baton.net.write_batch import WriteBatch
+from baton.net.turn_writes import TurnWrites
 from baton.protocol.worker_http import ErrorBody, ErrorDetail
 from baton.telemetry.log_limit import LimitedLog
 
@@ -113,7 +113,7 @@ class Connections:
     ) -> None:
         self.limits, self.tls = limits, tls
         self.multiplexes = Multiplexes()
-        self.batch = WriteBatch()
+        self.turn_writes = TurnWrites()
         self._log, self._on_refused = LimitedLog(log, clock), on_refused
         # The longest wait first. One that was served before is likely to be an honest client's.
         self._new: dict[BoundedHttpProtocol, None] = {}

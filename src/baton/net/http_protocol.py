@@ -378,7 +378,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             min_taken_bytes=self._limits.min_body_bytes,
             take_timeout_s=CLOSE_TIMEOUT_S,
             multiplexes=self._table.multiplexes,
-            batch=self._table.batch,
+            turn_writes=self._table.turn_writes,
         )
 
     def _start(self, exchange: HttpExchange, scope: Scope) -> None:

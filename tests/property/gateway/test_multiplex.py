@@ -20,7 +20,7 @@ from baton.gateway.http_client import MOST_LATE_BYTES, Answer, Connection
 from baton.gateway.multiplexed_streams import Multiplex as MultiplexReader
 from baton.net.http_exchange import HttpExchange, ResponsePath
 from baton.net.multiplex import FRAME, MAX_FRAME_BYTES, Multiplex, Multiplexes
-from baton.net.write_batch import WriteBatch
+from baton.net.turn_writes import TurnWrites
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -95,7 +95,7 @@ class Stream:
         self.way, self.idle = Pipe(), list[Connection]()
         flow = FlowControl(self.way)  # type: ignore[arg-type]
         path = ResponsePath(
-            turns, self.way, flow, [], lambda: None, 1, 1.0, Multiplexes(), WriteBatch()
+            turns, self.way, flow, [], lambda: None, 1, 1.0, Multiplexes(), TurnWrites()
         )  # type: ignore[arg-type]
         self.exchange = HttpExchange(path, is_head=False, keep_alive=True, expects_continue=False)
         self.sent, self.got = bytearray(), bytearray()

@@ -19,7 +19,7 @@ class Writer(Protocol):
     transport: asyncio.Transport
 
 
-class WriteBatch:
+class TurnWrites:
     """Those of one server. Owner: the event loop's thread.
 
     A step of an engine gives each of its streams a part at once. System calls among the Python that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.net.write_batch import WriteBatch
+from baton.net.turn_writes import TurnWrites
 
 
 class ClosedError(Exception):
@@ -34,7 +34,7 @@ class Stream:
 
 
 def test_what_cannot_be_written_costs_its_own_client_only(caplog):
-    batch = WriteBatch()
+    batch = TurnWrites()
     closed, gone, open_ = (
         Stream(Transport(is_closed=True)),
         Stream(Transport()),
