@@ -30,13 +30,13 @@ class MultiplexedStream:
 
     __slots__ = ("_is_leaving", "_multiplex", "header", "number")
 
-    def __init__(self, multiplex: Multiplex, number: int) -> None:
+    def __init__(self, multiplex: MultiplexReader, number: int) -> None:
         self._multiplex, self.number = multiplex, number
         self._is_leaving = False
-        self.header = b"%b: %b\r\n" % (MULTIPLEX_HEADER.encode(), self.slot)
+        self.header = b"%b: %b\r\n" % (MULTIPLEX_HEADER.encode(), self.stream_ref)
 
     @property
-    def slot(self) -> bytes:
+    def stream_ref(self) -> bytes:
         """The connection and the number, as the worker knows them."""
         return b"%b.%d" % (self._multiplex.id, self.number)
 
@@ -52,21 +52,21 @@ class MultiplexedStream:
         """Have the worker send the rest on the stream's own connection; asked once."""
         if not self._is_leaving:
             self._is_leaving = True
-            self._multiplex.ask_to_leave(self.slot)
+            self._multiplex.ask_to_leave(self.stream_ref)
 
 
-class Multiplex:
+class MultiplexReader:
     """An open one, with the worker's `id_`.
 
-    `on_unused` is called when its last stream has ended; `ask_to_leave` with the slot of a stream
-    that the worker is to send elsewhere.
+    `on_unused` is called when its last stream has ended; `ask_to_leave` with the reference of a
+    stream that the worker is to send elsewhere.
     """
 
     def __init__(
         self,
         id_: bytes,
         connection: Connection,
-        on_unused: Callable[[Multiplex], None],
+        on_unused: Callable[[MultiplexReader], None],
         ask_to_leave: Callable[[bytes], None],
     ) -> None:
         self.id, self.connection, self.ask_to_leave = id_, connection, ask_to_leave
@@ -125,8 +125,8 @@ class WorkerMultiplexes:
     """Those to one worker: opened by its first stream, which does not wait for it.
 
     `connect` gives a connection, `ask` asks on it for a multiplex, `leave` has the worker send the
-    rest of a stream, given by its slot, elsewhere. `is_current`: whether a connection was made with
-    this gateway's present identity.
+    rest of a stream, given by its reference, elsewhere. `is_current`: whether a connection was made
+    with this gateway's present identity.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class WorkerMultiplexes:
     ) -> None:
         self._connect, self._ask, self._leave = connect, ask, leave
         self._is_current, self._loop = is_current, asyncio.get_running_loop()
-        self._current: Multiplex | None = None
+        self._current: MultiplexReader | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_opening = False
         self._retry_at = 0.0
@@ -183,7 +183,7 @@ class WorkerMultiplexes:
         id_ = answer.headers.get(MULTIPLEX_HEADER.encode())
         if answer.status != HTTPStatus.OK or id_ is None:
             raise UpstreamError(f"{connection.origin} opened no multiplex: {answer.status}")
-        multiplex = Multiplex(id_, connection, self._note_unused, self._ask_to_leave)
+        multiplex = MultiplexReader(id_, connection, self._note_unused, self._ask_to_leave)
         self._current, self._is_opening = multiplex, False
         reason = f"{connection.origin} closed the connection of its streams"
         try:
@@ -196,7 +196,7 @@ class WorkerMultiplexes:
                 self._current = None
             multiplex.lose(reason)
 
-    def _note_unused(self, multiplex: Multiplex) -> None:
+    def _note_unused(self, multiplex: MultiplexReader) -> None:
         if multiplex.answers:
             return
         if multiplex is not self._current:
@@ -210,11 +210,11 @@ class WorkerMultiplexes:
             self._current = None
             current.connection.close()
 
-    def _ask_to_leave(self, slot: bytes) -> None:
-        self._start(self._send_leave(slot))
+    def _ask_to_leave(self, stream_ref: bytes) -> None:
+        self._start(self._send_leave(stream_ref))
 
-    async def _send_leave(self, slot: bytes) -> None:
+    async def _send_leave(self, stream_ref: bytes) -> None:
         try:
-            await self._leave(slot)
+            await self._leave(stream_ref)
         except UpstreamError as exc:
             log.info("a stream that is not read could not be slowed down: %s", exc)

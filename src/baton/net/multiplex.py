@@ -30,7 +30,7 @@ FLUSH_BYTES: Final = 16 << 10
 _HEADER: Final = MULTIPLEX_HEADER.encode()
 MAX_NUMBER: Final = 999_999_999
 """The last number of a stream: one connection has had as many then."""
-_SLOT: Final = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
+_STREAM_REF: Final = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 
 
 class MultiplexedAnswer(Protocol):
@@ -151,11 +151,11 @@ class Multiplexes:
     def find(self, headers: Iterable[tuple[bytes, bytes]]) -> tuple[Multiplex, int] | None:
         """Where a request with these headers wants its stream's parts, and under which number."""
         named = next((value for name, value in headers if name == _HEADER), b"")
-        slot = _SLOT.fullmatch(named)
-        multiplex = None if slot is None else self.by_id.get(slot[1])
-        return None if slot is None or multiplex is None else (multiplex, int(slot[2]))
+        matched = _STREAM_REF.fullmatch(named)
+        multiplex = None if matched is None else self.by_id.get(matched[1])
+        return None if matched is None or multiplex is None else (multiplex, int(matched[2]))
 
-    def leave(self, slot: bytes) -> None:
+    def leave(self, stream_ref: bytes) -> None:
         """Have a stream, named as in a request's head, go on on its own connection."""
-        if (found := self.find([(_HEADER, slot)])) is not None:
+        if (found := self.find([(_HEADER, stream_ref)])) is not None:
             found[0].leave(found[1])

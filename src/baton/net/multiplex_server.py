@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from baton.net.multiplex import Multiplex
 from baton.protocol.worker_http import (
     LEAVE_MULTIPLEX_PATH,
-    MAX_SLOT_BYTES,
+    MAX_STREAM_REF_BYTES,
     MULTIPLEX_HEADER,
     MULTIPLEX_PATH,
 )
@@ -43,12 +43,12 @@ async def open_multiplex(exchange: HttpExchange) -> None:
 
 async def leave_multiplex(exchange: HttpExchange) -> None:
     """Have a stream, which the body names, go on on its own connection, if there is such a one."""
-    slot, is_whole = b"", False
-    while not is_whole and len(slot) <= MAX_SLOT_BYTES:
+    stream_ref, is_whole = b"", False
+    while not is_whole and len(stream_ref) <= MAX_STREAM_REF_BYTES:
         message = await exchange.receive()
-        slot += message.get("body", b"")
+        stream_ref += message.get("body", b"")
         is_whole = not message.get("more_body")
-    exchange.multiplexes.leave(slot)
+    exchange.multiplexes.leave(stream_ref)
     await exchange.send({
         "type": "http.response.start",
         "status": HTTPStatus.OK,

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from baton.gateway.errors import WorkerLostError
 from baton.gateway.http_client import MOST_LATE_BYTES, Answer, Connection
-from baton.gateway.multiplexed_streams import Multiplex as MultiplexReader
+from baton.gateway.multiplexed_streams import MultiplexReader
 from baton.net.http_exchange import HttpExchange, ResponsePath
 from baton.net.multiplex import FRAME, MAX_FRAME_BYTES, Multiplex, Multiplexes
 from baton.net.turn_writes import TurnWrites
