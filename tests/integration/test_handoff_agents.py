@@ -347,7 +347,7 @@ def test_an_abort_on_either_side_ends_both(key: Credentials) -> None:
         assert isinstance(prefill.wait_for()[0], SendFailed)
 
 
-def test_a_window_that_no_transport_opens_ends_the_handoff(key: Credentials) -> None:
+def test_a_write_grant_that_no_transport_opens_ends_the_handoff(key: Credentials) -> None:
     with (
         node("p", kinds=("shared", "tcp"), key=key, block_size=16) as prefill,
         node("d", kinds=("shared", "tcp"), key=key, block_size=16) as decode,
@@ -357,7 +357,7 @@ def test_a_window_that_no_transport_opens_ends_the_handoff(key: Credentials) -> 
         decode.agent.start_receive(receive_order(ticket, start=0, num_tokens=20, blocks=beyond))
         failed, quiescent = decode.wait_for(2)
         assert isinstance(failed, KVFailed)
-        assert failed.error.stage == "window"
+        assert failed.error.stage == "grant"
         assert quiescent == BlocksQuiescent(ticket.id)
 
 

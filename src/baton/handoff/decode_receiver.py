@@ -523,7 +523,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
                 try:
                     incoming.open_write_grants(self._context.transports)
                 except BatonError as exc:
-                    self._perform(incoming, session.fail(str(exc), stage="window"))
+                    self._perform(incoming, session.fail(str(exc), stage="grant"))
             case CloseWriteGrant(writer_is_done):
                 if not incoming.close_write_grants(writer_is_done=writer_is_done):
                     self._perform(incoming, session.grant_quiescent())
@@ -558,7 +558,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
     def _send_message(self, incoming: IncomingHandoff, message: PeerMessage) -> None:
         if isinstance(message, Grant):
             if incoming.session.phase is not ReceivePhase.GRANTED:
-                return  # no window could be opened
+                return  # no write grant could be opened
             now = self._context.clock.now()
             incoming.session.order.trace.stamp(Stamp.GRANTED, now)
             if incoming.peer is not None and incoming.peer.hello is not None:

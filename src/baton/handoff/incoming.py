@@ -134,7 +134,7 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         return bool((self._opened.keys() & theirs) - {transport.kind})
 
     def fence(self, kind: str) -> bool:
-        """Close one transport's window; whether that is all, and nothing can land over it now.
+        """Close one transport's write grant; whether that is all, and nothing can land over it now.
 
         Its writer reported that it has no write in flight there. So only a transport that
         posts writes, which no side can recall, is waited for.

@@ -393,7 +393,7 @@ class EncodingRefused(ReceiverMessage, frozen=True, tag="encoding_refused"):
 class ProbeRequest(ProbeTargetMessage, frozen=True, tag="probe_request"):
     """The side that writes: let me write probes over `transport` into your scratch landing pages.
 
-    `id` names the window.
+    `id` names the write grant.
     """
 
     id: WireTicketId
@@ -414,7 +414,7 @@ class ProbeResult(ProberMessage, frozen=True, tag="probe_result"):
 
 
 class ProbeEnd(ProbeTargetMessage, frozen=True, tag="probe_end"):
-    """The side that writes: close the window."""
+    """The side that writes: close the write grant."""
 
     id: WireTicketId
 

@@ -41,9 +41,9 @@ With a staged view KV goes through its pages, and a GPU may copy: `layers_ready`
 (GatherPages), `gathered` sends it; on decode's side `scattering` and `scattered` enclose the copy
 of what has landed, and KVLanded waits for the last one.
 
-With op READ there is no such hand: a read that ended is made again elsewhere. Where nothing
-reads any more, and no read is under way, `reverse` makes the op WRITE: a window opens, and
-what has not landed is written.
+With op READ the peer writes nothing: a read that ended is made again elsewhere. Where nothing
+reads any more, and no read is under way, `reverse` makes the op WRITE: a write grant opens,
+and what has not landed is written.
 
 With op "NONE" (by reference) nothing is moved:
 
@@ -62,17 +62,17 @@ is quiescent the receiver is WAITING again, and the next Grant is of the pages t
 
 Whatever ends it early (`fail`, `abort`, `expire`) leaves by one road:
 
-    GRANTED ─► ENDING ── no hand left ──► ENDED           SENDING ─► ENDING ─ no write left ─► ENDED
+    GRANTED ─► ENDING ── quiescent ─────► ENDED           SENDING ─► ENDING ─ no write left ─► ENDED
       KVFailed   │           BlocksQuiescent                             │            SendFailed
       at once    └ pages stay quarantined                                └ source pages stay held
 
 WAITING, nothing was granted: it sends Declined, as the peer may hold its KV already, and ends.
 
-A hand in the decode worker's pages is the peer's (op WRITE: an open window, until
+What is in flight into the decode worker's pages is the peer's (op WRITE: an open write grant, until
 `grant_quiescent`) or its own (op READ: reads, until each has ended). With staged pages the
 engine's blocks are apart from them: BlocksQuiescent comes with KVFailed, or when the last copy into
 the blocks has ended, and ENDING goes on for the staged pages alone. LANDED is passed at once where
-no window is open.
+no write grant is open.
 
 Finished states that the sender submits nothing more (except retransmissions), so pages are complete
 when the count is full and Finished was received, whichever comes last. Writes that arrive after

@@ -85,7 +85,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         self._sealed_ticket = sealed_ticket
         self.num_layers = num_layers
         self._finished: Finished | None = None
-        # Whose hand may be in the pages: the peer's, through a window, or our own, by reads.
+        # What may land in the pages: the peer's writes, under a write grant, or our own reads.
         self._grant_is_open = False
         self._reads: set[TransferHandle] = set()
         self._num_scattering = 0
@@ -305,7 +305,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         return self._complete()
 
     def grant_quiescent(self) -> list[ReceiveAction]:
-        """Nothing can land in the closed window any more."""
+        """Nothing can land under the closed write grant any more."""
         if self.phase is ReceivePhase.GRANTED:
             if self._is_encoding_refused:
                 self._grant_is_open = False
@@ -347,7 +347,7 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if self._requested is not None:
             self._requested.check_invariants()
         if self.over and (self._reads or self._grant_is_open or self._num_scattering):
-            raise AssertionError("it is over, and a hand may still be in its pages")
+            raise AssertionError("it is over, and something may still land in its pages")
         if self._fencing & self._fenced:
             raise AssertionError("a transport is being fenced that was")
 
