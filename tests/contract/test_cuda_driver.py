@@ -75,7 +75,9 @@ class TestProcess(StandInKit, ProcessContract): ...
 
 
 class TestDevice(StandInKit):
-    def test_scattered_pages_take_the_kernel_and_long_runs_the_copy_engines(self, pair, library):
+    def test_scattered_pages_take_the_kernel_and_long_runs_the_copy_engines(
+        self, pair, library, caplog
+    ):
         remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
         counts = []
         for sources in (np.random.default_rng(5).permutation(NUM_PAGES), np.arange(NUM_PAGES)):
@@ -84,6 +86,7 @@ class TestDevice(StandInKit):
             after = cuda_stand_in.count("launches"), cuda_stand_in.count("batches")
             counts.append((after[0] - before[0], after[1] - before[1]))
         assert counts == ([(1, 0), (0, 1)] if library else [(0, 0), (0, 0)])
+        assert ("CUDA 12.1 and a GPU of compute capability 8.0" in caplog.text) != bool(library)
 
     def test_a_span_of_odd_bytes_takes_the_copy_engines(self, pair, library):
         remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))

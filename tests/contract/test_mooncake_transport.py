@@ -2,12 +2,17 @@
 
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from baton.clock import MachineClock
 from baton.testing.transport_contract import NetworkReadingContract, NetworkTransportContract
+from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES, TransportKit, check_write
+from baton.testing.transport_pair import whole_pages
+from baton.transfer.interface import RemoteLost
 from baton.transfer.transports.mooncake import session as session_module
 from baton.transfer.transports.mooncake.session import MooncakeSession
 
@@ -21,6 +26,27 @@ class TestMooncake(NetworkTransportContract, NetworkReadingContract):
     def connect_unauthenticated(self, descriptor):
         host, port = descriptor.endpoint.split(":")
         return socket.create_connection((host, int(port)), timeout=5)
+
+
+class TestMooncakeOverIpv6(TransportKit):
+    kind = "mooncake"
+    host = "::1"
+
+    def test_a_write_arrives(self, pair):
+        remote, grant = pair.attach(), pair.open_grant(range(NUM_PAGES))
+        check_write(pair, remote, grant, [whole_pages([3], [4], PAGE_BYTES)])
+
+
+class TestMooncakeOverRdma(TransportKit):
+    kind = "mooncake"
+    options: ClassVar[Mapping[str, object]] = {"protocol": "rdma"}
+
+    @pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="it has RDMA devices")
+    def test_without_a_device_no_peer_attaches_and_the_reason_arrives(self, pair):
+        pair.writer.transport.attach(pair.reader.descriptor)
+        pair.pump(lambda: bool(pair.seen(RemoteLost)))
+        (lost,) = pair.seen(RemoteLost)
+        assert "no RDMA device can be used" in str(lost.error)
 
 
 def test_its_process_does_not_know_the_cluster_key(monkeypatch):

@@ -3,7 +3,9 @@
 import importlib.util
 import secrets
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from baton.ids import new_epoch, new_ticket_id
 from baton.kv.copies import PageCopies
 from baton.net.framing import FrameDecoder, ListenerHandshake, encode, encode_frame
+from baton.testing.clocks import ManualClock
 from baton.testing.transport_contract.kit import NUM_PAGES, PAGE_BYTES
 from baton.testing.transport_contract.peers import UnauthenticatedPeerContract
 from baton.testing.transport_pair import whole_pages
@@ -27,6 +30,7 @@ from baton.transfer.interface import (
     WriteGrant,
 )
 from baton.transfer.onesided import wire
+from baton.transfer.onesided.transport import ANSWER_TIMEOUT_S
 
 if importlib.util.find_spec("nixl_cu12") is None:
     pytest.skip("NIXL is not installed", allow_module_level=True)
@@ -46,20 +50,26 @@ class Kit(UnauthenticatedPeerContract):
         return sock
 
 
+class NetworkKit(Kit):
+    options: ClassVar[Mapping[str, object]] = {"lanes": "network"}
+
+    def connect_unauthenticated(self, descriptor):
+        host, port = descriptor.endpoint.split(":")
+        return socket.create_connection((host, int(port)), timeout=5)
+
+
 class RawWriter:
     """A writer made of a socket: it has attached, and says whatever it is told to."""
 
-    def __init__(self):
-        kit = Kit()
-        self.kit, self.reader, self.epoch = kit, kit.make_side(), new_epoch()
+    def __init__(self, kit_type=Kit, clock=None):
+        kit = kit_type()
+        self.kit, self.reader, self.epoch = kit, kit.make_side(clock=clock), new_epoch()
         self.grant, self.events = new_ticket_id(), []
         self.sock = kit.connect_unauthenticated(self.reader.descriptor)
         self.frames = kit.prove(self.reader, self.sock)
-        handle = self.reader.region.handle
-        pages = np.arange(NUM_PAGES)
-        self.reader.transport.open_grant(WriteGrant(self.grant, handle, self.epoch, pages))
+        self.open(self.grant)
         self.decoder = FrameDecoder(1 << 20)
-        self.say(wire.Attach(self.epoch, handle))
+        self.say(wire.Attach(self.epoch, self.reader.region.handle))
         self.receive_until(b"attached")
         self.receive_until(b"grant_opened")
 
@@ -69,6 +79,14 @@ class RawWriter:
     def __exit__(self, *_):
         self.sock.close()
         self.reader.close()
+
+    def open(self, grant):
+        handle, pages = self.reader.region.handle, np.arange(NUM_PAGES)
+        self.reader.transport.open_grant(WriteGrant(grant, handle, self.epoch, pages))
+
+    def close_grant(self, grant):
+        self.reader.transport.close_grant(grant)
+        self.receive_until(b"close_grant")
 
     def say(self, message):
         self.sock.sendall(self.frames.seal(encode(message)))
@@ -130,6 +148,61 @@ def test_a_farewell_proves_that_nothing_lands():
         writer.say(grant_messages.MemoryReleased())
         writer.check_hung_up()
         assert writer.events == [GrantQuiescent(writer.grant)]
+
+
+def test_the_session_of_a_writer_that_does_not_answer_is_closed_and_its_grant_quiescent():
+    clock = ManualClock()
+    with RawWriter(NetworkKit, clock) as writer:
+        (served,) = writer.reader.transport._writers.values()
+        writer.close_grant(writer.grant)
+        clock.advance(ANSWER_TIMEOUT_S - 0.1)
+        writer.poll()
+        assert (writer.events, served._session._agent is None) == ([], False)
+        clock.advance(0.2)
+        writer.poll()
+        assert (writer.events, served._session._agent) == ([GrantQuiescent(writer.grant)], None)
+        writer.check_hung_up()
+
+
+def test_a_writer_has_the_time_for_each_answer_and_is_left_alone_after_the_last_one():
+    clock, second = ManualClock(), new_ticket_id()
+    with RawWriter(NetworkKit, clock) as writer:
+        writer.open(second)
+        writer.receive_until(b"grant_opened")
+        for grant in (writer.grant, second):
+            writer.close_grant(grant)
+        for grant in (writer.grant, second):
+            clock.advance(0.9 * ANSWER_TIMEOUT_S)
+            writer.say(grant_messages.GrantClosed(grant))
+            writer.poll()
+            assert writer.events.pop() == GrantQuiescent(grant)
+        clock.advance(10 * ANSWER_TIMEOUT_S)
+        writer.say(wire.TransfersActive())
+        assert writer.reader.transport._pacer.is_set
+
+
+def test_a_writer_that_answers_for_later_grants_alone_is_disconnected():
+    clock, later = ManualClock(), [new_ticket_id() for _ in range(3)]
+    with RawWriter(NetworkKit, clock) as writer:
+        writer.close_grant(writer.grant)
+        for grant in later:
+            writer.open(grant)
+            writer.receive_until(b"grant_opened")
+            writer.close_grant(grant)
+            clock.advance(0.4 * ANSWER_TIMEOUT_S)
+            with suppress(ConnectionError):
+                writer.say(grant_messages.GrantClosed(grant))
+        writer.check_hung_up()
+        assert GrantQuiescent(writer.grant) in writer.events
+
+
+def test_a_silent_writer_whose_own_process_writes_is_waited_for():
+    clock = ManualClock()
+    with RawWriter(Kit, clock) as writer:
+        writer.close_grant(writer.grant)
+        clock.advance(10 * ANSWER_TIMEOUT_S)
+        writer.say(wire.TransfersActive())
+        assert (writer.events, writer.reader.transport._pacer.is_set) == ([], True)
 
 
 def test_a_peer_that_says_that_it_moves_costs_a_poll_a_millisecond_until_it_rests():

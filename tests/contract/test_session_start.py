@@ -1,6 +1,7 @@
 """A library that takes a while to start for each peer: its owner serves the others meanwhile."""
 
 import os
+import select
 
 import pytest
 
@@ -17,7 +18,7 @@ class Session:
     """Started once its descriptor is readable."""
 
     peer_process_writes = needs_serving = False
-    fails = is_closed = False
+    fails = is_closed = is_described = False
 
     def __init__(self):
         self.fd = os.eventfd(0)
@@ -26,6 +27,7 @@ class Session:
         return self.fd
 
     def get_metadata(self, region):
+        self.is_described = True
         os.eventfd_read(self.fd)  # would wait
         if self.fails:
             raise TransferError("the library does not start")
@@ -40,11 +42,18 @@ class Session:
         self.is_closed = True
 
 
+class QuickSession(Session):
+    """Needs not be waited for, though `get_metadata` may take a while."""
+
+    def prepare(self, region):
+        os.eventfd_write(self.fd, 1)
+
+
 class Kit(TransportKit):
     kind = "slow"
 
-    def __init__(self):
-        self.opened = []
+    def __init__(self, session_type=Session):
+        self.opened, self.session_type = [], session_type
 
     def make_transport(self, context):
         library = Library(self.open_session, reach="host")
@@ -53,7 +62,7 @@ class Kit(TransportKit):
         )
 
     def open_session(self):
-        self.opened.append(Session())
+        self.opened.append(self.session_type())
         return self.opened[-1]
 
 
@@ -159,3 +168,37 @@ def test_the_next_session_starts_where_a_peer_leaves_and_none_for_one_that_left(
 def test_peers_whose_sessions_have_not_started_are_left_with_their_transport(queue):
     queue.reader.transport.close()
     assert len(queue.sessions) == 2
+
+
+def count_described(sessions):
+    return sum(session.is_described for session in sessions)
+
+
+def test_of_several_sessions_that_have_started_one_is_described_in_each_poll(start):
+    for number in (0, 1):
+        start.start(number)
+    for num_described in (1, 2):
+        start.reader.transport.poll()
+        assert count_described(start.sessions) == num_described
+    start.pairs[0].pump(lambda: start.attached(0))
+    start.pairs[1].pump(lambda: start.attached(1))
+
+
+def test_of_several_peers_that_attach_at_once_one_is_admitted_in_each_poll():
+    owner, peers = Kit(QuickSession), Kit(QuickSession)
+    reader = owner.make_side()
+    owner.opened.clear()
+    writers = [peers.make_side() for _ in range(3)]
+    for writer in writers:
+        writer.transport.attach(reader.descriptor)
+    while not owner.opened:  # they attach at the same time
+        for writer in writers:
+            writer.transport.poll()
+        while not owner.opened and select.select([reader.transport.readiness_fd], [], [], 0)[0]:
+            reader.transport.poll()
+    for num_admitted in (1, 2, 3):
+        assert count_described(owner.opened) == num_admitted
+        assert select.select([reader.transport.readiness_fd], [], [], 0)[0] or num_admitted == 3
+        reader.transport.poll()
+    for side in (reader, *writers):
+        side.close()

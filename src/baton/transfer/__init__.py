@@ -7,6 +7,7 @@ File map:
     interface.py    `Transport`, its requests and events, and the registry of kinds
     region.py       registered memory: allocate, view, check bounds and what a peer claims
     scatter_gather.py  which bytes a part of a transfer moves, and those bytes as lists of buffers
+    huge_pages.py   huge pages for regions
     streaming_copy.py  copies past the caches
     peer_mappings.py  peers' pages as further pages of one's own, by reference
     devices/        regions in a DAX device or a file
@@ -17,6 +18,7 @@ File map:
     What the kinds are made of (besides `baton.net`):
     messages.py     msgpack bodies, checked where they are decoded
     endpoints.py    listening sockets and their endpoints
+    adaptive_wait.py  polls for a moment before its thread sleeps
     base_transport.py  regions, remotes, checked requests, connections: each kind adds what differs
     grants.py       the receiver's grants, and which peers may still write into them
     peer_writes.py  both ends of transports whose peers write the pages themselves

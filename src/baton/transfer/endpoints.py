@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import ipaddress
+import math
 import re
 import secrets
 import socket
@@ -21,6 +22,9 @@ Address: TypeAlias = tuple[str, int] | bytes
 
 _NAME: Final = re.compile(r"baton-[0-9a-f]{32}")
 _MAX_PORT: Final = 65_535
+_SILENCE_TIMEOUT_S: Final = 10.0
+_MAX_KEEPALIVE_S: Final = 32_767
+"""Linux' own bound."""
 
 
 def open_listener(
@@ -58,8 +62,28 @@ def open_dialer(reach: Literal["host", "network"], endpoint: str) -> tuple[socke
     address = parse_endpoint(reach, endpoint)
     sock = open_socket(address)
     if isinstance(address, tuple):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tune_tcp(sock, _SILENCE_TIMEOUT_S)
     return sock, address
+
+
+def tune_tcp(sock: socket.socket, silence_timeout_s: float) -> None:
+    """Send at once, and have the kernel find a peer that is cut off, also while nothing is sent.
+
+    Accepted connections inherit it from their listener.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, _whole_seconds(silence_timeout_s / 2)),
+        (socket.TCP_KEEPINTVL, _whole_seconds(silence_timeout_s / 4)),
+        (socket.TCP_KEEPCNT, 2),
+        (socket.TCP_USER_TIMEOUT, _whole_seconds(silence_timeout_s) * 1000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _whole_seconds(duration_s: float) -> int:
+    return min(max(1, math.ceil(duration_s)), _MAX_KEEPALIVE_S)
 
 
 def open_socket(address: Address) -> socket.socket:
@@ -95,6 +119,7 @@ def _bind_tcp(bind_host: str, advertise_host: str | None) -> tuple[socket.socket
     except OSError as exc:
         raise TransferError(f"cannot listen on {bind_host}: {exc}") from exc
     try:
+        tune_tcp(sock, _SILENCE_TIMEOUT_S)
         sock.bind(address)
         bound, port = sock.getsockname()[:2]
         advertised = advertise_host or bound

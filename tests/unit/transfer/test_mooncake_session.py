@@ -3,7 +3,9 @@
 import os
 import select
 import socket
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,10 +15,14 @@ from baton.errors import TransferError
 from baton.net.framing import decode, encode
 from baton.testing.clocks import ManualClock
 from baton.transfer.region import allocate_shared_region, release_region
+from baton.transfer.transports.mooncake import child
 from baton.transfer.transports.mooncake import session as mooncake
+from baton.transfer.transports.mooncake.child import ChildServer
 from baton.transfer.transports.mooncake.session import (
     MooncakeHandle,
+    MooncakeOptions,
     MooncakeSession,
+    Open,
     Registered,
     Started,
     TransferDone,
@@ -27,8 +33,8 @@ from tests.descriptors import no_descriptors
 class StandIn:
     """In place of Mooncake's process: its end of the socket. Peers may have taken it over."""
 
-    def __init__(self, _, *, stdin, **__):
-        self.sock = socket.socket(fileno=os.dup(stdin))
+    def __init__(self, _, *, stdin, env, **__):
+        self.sock, self.env = socket.socket(fileno=os.dup(stdin)), env
 
     def kill(self):
         self.sock.close()
@@ -45,10 +51,8 @@ class SlowClock(ManualClock):
         return super().now()
 
 
-def start(clock=None):
-    return MooncakeSession(
-        "127.0.0.1", "lo", protocol="tcp", devices="", clock=clock or MachineClock()
-    )
+def start(clock=None, host="127.0.0.1", protocol="tcp"):
+    return MooncakeSession(host, "lo", protocol=protocol, devices="", clock=clock or MachineClock())
 
 
 @pytest.fixture
@@ -112,7 +116,7 @@ def test_with_rdma_the_time_to_pin_the_region_is_added(monkeypatch, region):
     monkeypatch.setattr(mooncake.subprocess, "Popen", StandIn)
     monkeypatch.setattr(mooncake, "START_TIMEOUT_S", 0.05)
     monkeypatch.setattr(mooncake, "PINNED_BYTES_S", len(region.memory) / 0.1)
-    session = MooncakeSession("127.0.0.1", "lo", protocol="rdma", devices="", clock=SlowClock())
+    session = start(SlowClock(), protocol="rdma")
     say(session, Started())
     with pytest.raises(TransferError, match="timed out"):
         session.get_metadata(region)
@@ -130,3 +134,76 @@ def test_a_descriptor_that_the_process_sends_is_not_kept(session, tmp_path):
         socket.send_fds(session._process.sock, [encode(Started())], [file.fileno()])
     assert not session.is_done(MooncakeHandle([], {1}))
     assert sent not in {entry.resolve() for entry in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "forced"), [("tcp", "MC_FORCE_TCP"), ("rdma", "MC_FORCE_HCA")]
+)
+def test_mooncake_is_forced_to_the_protocol_whatever_devices_there_are(
+    monkeypatch, protocol, forced
+):
+    for variable in ("MC_FORCE_TCP", "MC_FORCE_HCA"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(mooncake.subprocess, "Popen", StandIn)
+    session = start(protocol=protocol)
+    assert [name for name in session._process.env if name.startswith("MC_FORCE")] == [forced]
+    session.close()
+
+
+@pytest.mark.parametrize(("host", "is_ipv6"), [("10.1.2.3", False), ("fd00::2", True)])
+def test_mooncake_listens_over_ipv6_where_its_host_is_such_an_address(monkeypatch, host, is_ipv6):
+    monkeypatch.setattr(mooncake.subprocess, "Popen", StandIn)
+    session = start(host=host)
+    assert ("MC_USE_IPV6" in session._process.env) == is_ipv6
+    session.close()
+
+
+class Mooncake:
+    """In place of Mooncake's engine: it opens its listeners, or does not start."""
+
+    num_listeners = 1
+    status = 0
+
+    def initialize(self, *_):
+        self.listeners = [socket.create_server(("0.0.0.0", 0)) for _ in range(self.num_listeners)]
+        return self.status
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """What the child makes of it; the listeners of the process that runs this are not confined."""
+    made = []
+
+    def open_engine():
+        made.append(Mooncake())
+        return made[-1]
+
+    module = SimpleNamespace(TransferEngine=open_engine)
+    monkeypatch.setitem(sys.modules, "mooncake.engine", module)
+    monkeypatch.setattr(child, "CONFINING_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(child, "_WILDCARDS", ("0.0.0.0",))
+    yield made
+    for listener in made[0].listeners:
+        listener.close()
+
+
+def test_with_rdma_mooncake_has_one_listener_which_is_confined(engine):
+    ChildServer(Open("127.0.0.1", "lo", "rdma", ""))
+    (listener,) = engine[0].listeners
+    bound = listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+    assert bound.rstrip(b"\0") == b"lo"
+
+
+def test_listeners_that_are_not_there_are_counted_in_the_reason(engine):
+    with pytest.raises(TransferError, match="opened 1 of 2 listeners"):
+        ChildServer(Open("127.0.0.1", "lo", "tcp", ""))
+
+
+def test_without_an_rdma_device_the_reason_names_it_and_what_to_set(engine, monkeypatch):
+    monkeypatch.setattr(Mooncake, "status", -1)
+    with pytest.raises(TransferError, match=r"among mlx5_0 .*mooncake\.protocol"):
+        ChildServer(Open("127.0.0.1", "lo", "rdma", "mlx5_0"))
+
+
+def test_the_reason_reaches_a_peer_before_it_gives_up():
+    assert 0.5 * MooncakeOptions().connect_timeout_s > child.CONFINING_TIMEOUT_S

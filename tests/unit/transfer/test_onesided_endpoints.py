@@ -1,5 +1,7 @@
 """Endpoints that come from a peer."""
 
+import socket
+
 import pytest
 
 from baton.clock import MachineClock
@@ -47,6 +49,20 @@ def test_an_endpoint_is_where_to_connect(reach, endpoint, address):
     sock, found = open_dialer(reach, endpoint)
     sock.close()
     assert found == address
+
+
+def test_the_kernel_finds_a_peer_that_is_cut_off_from_both_ends():
+    listener, endpoint = open_listener("network", "127.0.0.1", None)
+    dialer, address = open_dialer("network", endpoint)
+    with listener, dialer:
+        listener.listen()
+        dialer.connect(address)
+        accepted, _ = listener.accept()
+        with accepted:
+            for sock in (dialer, accepted):
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                assert timeout_ms == 10_000
 
 
 def test_an_address_that_says_nothing_to_a_peer_is_not_listened_on():

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 M = TypeVar("M")
 
+ANSWER_TIMEOUT_S: Final = 10.0
+"""For `GrantClosed`, which comes when the writer's transfers into the grant are over."""
 MIN_INTERVAL_S: Final = 50e-6
 MAX_INTERVAL_S: Final = 1e-3
 POLLS_PER_AGE: Final = 32
@@ -141,7 +143,8 @@ class OneSidedWriter(WriterConnection):
     """A peer that may write into, or read, this side's memory, and the session that serves it.
 
     The session ends with the connection. Where the peer's own process writes into this memory
-    (`peer_process_writes`), that process has to end, too.
+    (`peer_process_writes`), that process has to end, too. Elsewhere the end of the session proves
+    all, so that a peer which does not answer `CloseGrant` is disconnected: its host may be gone.
     """
 
     def __init__(
@@ -154,6 +157,15 @@ class OneSidedWriter(WriterConnection):
         self._session, self._metadata = session, metadata
         self.is_active = False
         """The peer's transfers are in progress, as far as it reports."""
+        self._unanswered: dict[TicketId, None] = {}
+        """Grants whose close was sent, the oldest first."""
+
+    def send_close_grant(self, grant: TicketId) -> None:
+        """See `WriterConnection`."""
+        if not self._unanswered:
+            self._expect_answer()  # first: a send that fails ends the connection and its timer
+        self._unanswered[grant] = None
+        super().send_close_grant(grant)
 
     def serve(self) -> None:
         """Give the library its turn."""
@@ -182,10 +194,25 @@ class OneSidedWriter(WriterConnection):
                 case MemoryReleased() as message:
                     self._handle_grant_message(message)
                     return
-                case QueryGrant() | GrantClosed() as message:
+                case GrantClosed(grant) as message:
+                    self._handle_grant_message(message)
+                    self._answered(TicketId(grant))
+                case QueryGrant() as message:
                     self._handle_grant_message(message)
                 case unknown:
                     assert_never(unknown)
+
+    def _answered(self, grant: TicketId) -> None:
+        was_oldest = grant == next(iter(self._unanswered))
+        del self._unanswered[grant]
+        if not self._unanswered:
+            self._connection.cancel_deadline()
+        elif was_oldest:
+            self._expect_answer()
+
+    def _expect_answer(self) -> None:
+        if not self._session.peer_process_writes:
+            self._connection.fail_after(ANSWER_TIMEOUT_S, "a writer's answer to close_grant")
 
     def _disconnected(self, error: TransferError) -> None:
         self.is_active = False
@@ -237,6 +264,9 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         """Sessions of peers that attach, and what is readable once each has started."""
         self._waiting: dict[Connection, tuple[Attach, PagedRegion]] = {}
         """Peers that attach, whose session starts when an earlier one no longer does."""
+        self._has_admitted = False
+        """In this `poll`. A library that pins memory takes 0.25 s for a GiB, for each peer: more of
+        them in a row would keep the thread from sending heartbeats."""
 
     def expose(self, region: PagedRegion) -> RegionDescriptor:
         """See `Transport`. The first call starts the library once: it takes a while, and may fail.
@@ -279,7 +309,10 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
         for writer in list(self._writers.values()):
             if writer.is_active:
                 writer.serve()
+        self._has_admitted = False
         events = self._reactor.poll()
+        if self._waiting:
+            self._start_waiting()
         if self.readiness_fd is not None:
             if events:
                 self._pacer.activate()
@@ -333,6 +366,9 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
     def _start_waiting(self) -> None:
         while self._waiting and len(self._starting) < MAX_STARTING:
             connection = next(iter(self._waiting))
+            if self._has_admitted:
+                connection.step_soon()  # so that there is a next `poll`
+                return
             self._start(connection, *self._waiting.pop(connection))
 
     def _start(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
@@ -342,10 +378,17 @@ class OneSidedTransport(PeerWritesTransport[OneSidedRemote[M], Attach, OneSidedW
             self._refuse(connection, "attach", str(exc)[:MAX_REASON_CHARS])
             return
         self._starting[connection] = session, fd
+        admit = partial(self._admit_started, connection, attach, region)
         if fd is None:
-            super()._admit(connection, attach, region)
+            admit()
         else:
-            self._reactor.watch(fd, partial(super()._admit, connection, attach, region))
+            self._reactor.watch(fd, admit)
+
+    def _admit_started(self, connection: Connection, attach: Attach, region: PagedRegion) -> None:
+        """One in each `poll`; the descriptor of another's session is still readable in the next."""
+        if not self._has_admitted:
+            self._has_admitted = True
+            super()._admit(connection, attach, region)
 
     def _start_session(self, region: PagedRegion) -> tuple[OneSidedSession[M], int | None]:
         session = self._library.open_session()

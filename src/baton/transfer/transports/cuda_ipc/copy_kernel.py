@@ -36,7 +36,8 @@ class CopyKernel:
         """Takes some 10 ms.
 
         Raises:
-            TransferError: the driver is older than CUDA 12.1, or has no compiler.
+            TransferError: the driver is older than CUDA 12.1, or has no compiler; the GPU is older
+                than compute capability 8.0.
         """
         self._driver, self._multiprocessors = driver, multiprocessors
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -122,7 +122,8 @@ class CudaDevice:
                 self._multiprocessors = 0
                 logger.warning(
                     "cuda_ipc copies scattered pages by copy engines, which is slower: "
-                    "its kernel needs a driver for CUDA 12.1 (%s)",
+                    "its kernel needs a driver for CUDA 12.1 and a GPU of compute capability 8.0 "
+                    "or later (%s)",
                     exc,
                 )
         return self._kernel

@@ -40,9 +40,10 @@ from baton.transfer.transports.mooncake.session import (
 if TYPE_CHECKING:
     from baton.transfer.transports.mooncake.session import Command
 
-NUM_LISTENERS: Final = 2
-"""Mooncake listens for questions about its memory, and for bytes: on all addresses."""
-CONFINING_TIMEOUT_S: Final = 5.0
+NUM_LISTENERS: Final = {"tcp": 2, "rdma": 1}
+"""Mooncake listens for handshakes, and over TCP for bytes, too: on all addresses."""
+CONFINING_TIMEOUT_S: Final = 2.0
+"""The peer waits 5 s for all of the start (`connect_timeout_s`), and is to get the reason."""
 MAX_BATCH: Final = 1024
 MAX_REASON_CHARS: Final = 512
 
@@ -61,10 +62,8 @@ class ChildServer:
             self._engine.initialize(command.host, _SERVERLESS, command.protocol, command.devices)
             != 0
         ):
-            raise TransferError(
-                f"Mooncake does not start with {command.protocol} on {command.host}"
-            )
-        confine_listeners(command.interface)
+            raise TransferError(_explain_failed_start(command))
+        confine_listeners(command.interface, NUM_LISTENERS[command.protocol])
         self._bases: dict[bytes, int] = {}
         self._mappings: list[mmap.mmap] = []
         self._peer = SetPeer("", 0)
@@ -110,7 +109,18 @@ class ChildServer:
         return TransferDone(command.id)
 
 
-def confine_listeners(interface: str) -> None:
+def _explain_failed_start(command: Open) -> str:
+    text = f"Mooncake does not start with {command.protocol} on {command.host}"
+    if command.protocol != "rdma":
+        return text
+    wanted = f"among {command.devices} " if command.devices else ""
+    return (
+        f"{text}: no RDMA device {wanted}can be used (baton doctor lists them); "
+        'set mooncake.devices, or mooncake.protocol = "tcp"'
+    )
+
+
+def confine_listeners(interface: str, num_listeners: int) -> None:
     """Bind what Mooncake listens on to one interface. It opens the listeners in its own threads.
 
     Raises:
@@ -118,9 +128,13 @@ def confine_listeners(interface: str) -> None:
     """
     deadline = time.monotonic() + CONFINING_TIMEOUT_S  # noqa: TID251 -- a process of its own
     confined: set[int] = set()
-    while len(confined) < NUM_LISTENERS:
+    while len(confined) < num_listeners:
         if time.monotonic() > deadline:  # noqa: TID251 -- see above
-            raise TransferError("Mooncake's listeners were not found, and so not confined")
+            raise TransferError(
+                f"Mooncake opened {len(confined)} of {num_listeners} listeners to confine: "
+                "install a version that Baton supports (baton doctor), or leave mooncake out of "
+                "transfer.transports"
+            )
         for entry in Path("/proc/self/fd").iterdir():
             if _confine(int(entry.name), interface):
                 confined.add(int(entry.name))

@@ -46,7 +46,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reaches that is trusted.
 
     `protocol`: what Mooncake moves bytes by; `rdma` stripes over all devices it finds, or
-    over `devices` only.
+    over `devices` only, and does not start where there is none.
     `advertise_host`: the address that peers are sent, where the bound one is none (`0.0.0.0`).
     `connect_timeout_s`: from the start of connecting until the peer's region may be written.
     `max_connections`: of peers to this worker at once; what exceeds them is refused. Each has a
@@ -157,6 +157,9 @@ PINNED_BYTES_S: Final = 4 << 30
 """Bytes that `rdma` may take a second for besides: it pins the region's memory."""
 MIN_WAIT_S: Final = 0.001
 ENVIRONMENT: Final = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "16384", "MC_LOG_LEVEL": "ERROR"}
+FORCED_PROTOCOL: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
+"""Without either, Mooncake takes RDMA where it finds a device, and TCP elsewhere. The protocol that
+it is started with has no influence on that."""
 
 
 class MooncakeMetadata(msgspec.Struct, frozen=True):
@@ -195,8 +198,6 @@ class MooncakeSession:
         self, host: str, interface: str, *, protocol: str, devices: str, clock: Clock
     ) -> None:
         self._clock, self._pins_memory = clock, protocol == "rdma"
-        # Unauthenticated peers can reach it: it knows no secret.
-        environment = {k: v for k, v in read_environment().items() if k != KEY_VARIABLE}
         try:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -205,7 +206,7 @@ class MooncakeSession:
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={**environment, **ENVIRONMENT},
+                    env=_compute_environment(host, protocol),
                 )
         except OSError as exc:
             raise TransferError(f"cannot start Mooncake's process: {exc}") from exc
@@ -340,3 +341,12 @@ class MooncakeSession:
                 return
             case unknown:
                 assert_never(unknown)
+
+
+def _compute_environment(host: str, protocol: str) -> dict[str, str]:
+    """Of the process. Unauthenticated peers can reach it: it knows no secret."""
+    removed = {KEY_VARIABLE, *FORCED_PROTOCOL.values()}
+    inherited = {k: v for k, v in read_environment().items() if k not in removed}
+    # Else it listens for handshakes over IPv4 alone.
+    ipv6 = {"MC_USE_IPV6": "1"} if ":" in host else {}
+    return {**inherited, **ENVIRONMENT, **ipv6, FORCED_PROTOCOL[protocol]: "1"}

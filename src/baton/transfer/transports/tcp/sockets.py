@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import socket
 from pathlib import Path
 from typing import Annotated, Final
@@ -11,11 +10,9 @@ from typing import Annotated, Final
 import msgspec
 
 from baton.errors import TransferError
-from baton.transfer.endpoints import format_endpoint, open_socket
+from baton.transfer.endpoints import format_endpoint, open_socket, tune_tcp
 from baton.transfer.transports.tcp.wire import MAX_STREAMS
 
-_MAX_KEEPALIVE_S: Final = 32_767
-"""Linux' own bound."""
 _SEND_CEILING: Final = Path("/proc/sys/net/core/wmem_max")
 _RECEIVE_CEILING: Final = Path("/proc/sys/net/core/rmem_max")
 
@@ -138,21 +135,7 @@ def explain_small_buffers(options: TcpOptions) -> str | None:
 def _tune(sock: socket.socket, options: TcpOptions) -> None:
     """Set options, which accepted connections inherit from their listener."""
     _set_buffers(sock, options.socket_buffer_bytes)
-    timeout_s = options.stall_timeout_s
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_NODELAY, 1),
-        # The kernel detects a peer that is cut off while no transfer is in flight.
-        (socket.TCP_KEEPIDLE, _whole_seconds(timeout_s / 2)),
-        (socket.TCP_KEEPINTVL, _whole_seconds(timeout_s / 4)),
-        (socket.TCP_KEEPCNT, 2),
-        (socket.TCP_USER_TIMEOUT, _whole_seconds(timeout_s) * 1000),
-    ):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _whole_seconds(duration_s: float) -> int:
-    return min(max(1, math.ceil(duration_s)), _MAX_KEEPALIVE_S)
+    tune_tcp(sock, options.stall_timeout_s)
 
 
 def _set_buffers(sock: socket.socket, asked: int | None) -> None:
