@@ -59,11 +59,15 @@ def check_plot(path: Path) -> None:
     """Fail before anything is measured.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the directory does not exist.
+        ConfigError: matplotlib is not installed, the directory does not exist, or the suffix names
+            no format that matplotlib writes.
     """
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"--plot: there is no directory {path.resolve().parent}")
-    require_charts()
+    formats = _load("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix and suffix not in formats:  # without one, matplotlib appends .png
+        raise ConfigError(f"--plot {path}: give one of the suffixes .{', .'.join(sorted(formats))}")
 
 
 def plot_report(report: Report, path: Path) -> None:

@@ -16,5 +16,7 @@ File map:
     cluster_key.py  finds the cluster key, or makes one for this user
     environment.py  the one reader and writer of the environment
     numa.py         the cores of a worker, by NUMA nodes
+    topology.py     where a worker is: `zone/rack/host/device`
+    bfloat16.py     whether this machine's processors compute bfloat16
     logs.py         the one place that sets logging up
 """

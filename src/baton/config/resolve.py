@@ -16,6 +16,7 @@ from collections import ChainMap
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never, get_origin, get_type_hints
 
@@ -111,11 +112,14 @@ class Key:
     def parse(self, text: str) -> object:
         """Check a value that was written as text (environment, `--set`).
 
-        A list is a TOML array, or words with commas between them.
+        A list is a TOML array, or words with commas between them; `null` is None, where that is
+        the default.
 
         Raises:
             msgspec.ValidationError: the text is not of this key's type.
         """
+        if self.default is None and text == "null":
+            return None
         if isinstance(self.default, tuple):
             array = parse_open_value(text)
             words = [word.strip() for word in text.split(",") if word.strip()]
@@ -265,18 +269,22 @@ def read_file(path: Path) -> Layer:
 
 
 def read_variables(environment: Mapping[str, str]) -> Layer:
-    """The settings among the environment's variables.
+    """The settings among the environment's variables; below a table, a value may be an inline one.
+
+    Names are lower-cased, but for those within an inline table.
 
     Raises:
         ConfigError: a variable looks like a setting and names no key.
     """
     layer: Layer = {}
-    for variable, text in environment.items():
+    for variable, text in sorted(environment.items()):  # a table's before those of its keys
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in NOT_SETTINGS:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-        if name in closed_keys() or open_table_of(name) is not None:
-            layer[name] = Setting(Text(text), FromEnvironment(variable))
+        is_table = name in open_tables() and text.startswith("{")
+        if is_table or name in closed_keys() or open_table_of(name) is not None:
+            for inner, value in _read_text(name, text):
+                layer[inner] = Setting(value, FromEnvironment(variable))
         elif "." in name or (name in _misspelt_variables() and not _is_service_link(name, text)):
             # Others may be somebody else's; these were meant for us and would be lost silently.
             meant = _misspelt_variables().get(name) or closest(name, closed_keys())
@@ -296,17 +304,20 @@ def read_assignments(assignments: Sequence[str]) -> Layer:
         name, separator, text = assignment.partition("=")
         if not separator:
             raise ConfigError(f"--set {assignment}: write it as section.key=value")
-        value = parse_open_value(text)
-        if isinstance(value, dict) and name not in closed_keys():  # an inline table, as in a file
-            settings: dict[str, Typed | Text] = {
-                inner: Typed(typed) for inner, typed in _flatten(value, f"{name}.")
-            }
-        else:
-            settings = {name: Text(text)}
-        for inner, setting in settings.items():
+        for inner, value in _read_text(name, text):
             _check_name(inner, "--set")
-            layer[inner] = Setting(setting, FromFlag("--set"))
+            layer[inner] = Setting(value, FromFlag("--set"))
     return layer
+
+
+def _read_text(name: str, text: str) -> Iterator[tuple[str, Typed | Text]]:
+    """What a text sets: of an inline table each value by its own name, as of a table in a file."""
+    table = None if name in closed_keys() else parse_open_value(text)
+    if isinstance(table, dict):
+        for inner, value in _flatten(table, f"{name}."):
+            yield inner, Typed(value)
+    else:
+        yield name, Text(text)
 
 
 def find_line(text: str, name: str) -> int | None:
@@ -356,9 +367,15 @@ def _misspelt_variables() -> Mapping[str, str]:
     return {name.replace(".", "_"): name for name in closed_keys()}
 
 
+def is_path(name: str) -> bool:
+    """Whether a key names a file or a folder."""
+    return name in PATH_KEYS or name.startswith("router.tokenizers.")
+
+
 def _resolve_path(name: str, value: object, directory: Path) -> object:
-    is_path = name in PATH_KEYS or name.startswith("router.tokenizers.")
-    return str(directory / _expand(name, value)) if is_path and isinstance(value, str) else value
+    if isinstance(value, str) and is_path(name):
+        return str(directory / _expand(name, value))
+    return value
 
 
 def _expand(name: str, path: str) -> Path:
@@ -444,8 +461,10 @@ def _checked(name: str, setting: Setting) -> Value:
         value = _convert(key, setting.value)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{name}: {exc} ({describe(setting.origin)})") from exc
-    if name in PATH_KEYS and isinstance(value, str):
-        _expand(name, value)  # who opens it cannot name the setting
+    if isinstance(value, float) and not isfinite(value):  # JSON, hence status and plans, has none
+        raise ConfigError(f"{name}: {value} is no finite number ({describe(setting.origin)})")
+    if is_path(name) and isinstance(value, str) and value.startswith("~"):
+        value = str(_expand(name, value))
     return Value(value, setting.origin)
 
 

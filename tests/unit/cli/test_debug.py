@@ -11,7 +11,7 @@ from baton.launch.folder import ray_folder, remove_monitor
 def test_workers_of_a_fleet_on_ray_are_asked_with_what_its_start_issued(tmp_path, monkeypatch):
     """Their key is known to the fleet's supervisors alone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.delenv("BATON_CLUSTER_KEY", raising=False)
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "")
     environment = read_environment()
     config = resolve(CommandLine(), environment).to_config()
     key, folder = ephemeral_cluster_key(config.cluster, {}, ()), ray_folder("f", environment)

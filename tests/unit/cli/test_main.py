@@ -265,6 +265,8 @@ def test_config_show_says_where_each_value_came_from(capsys, monkeypatch, tmp_pa
     assert rows["engine.max_num_seqs"]["origin"] == "default"
     assert rows["cluster.key"] == {"value": "(hidden)", "origin": "environment BATON_CLUSTER_KEY"}
     assert "abab" not in json.dumps(rows)
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "")
+    assert "cluster.key" not in shown(capsys), "an empty one is not used"
 
 
 HOSTS = """

@@ -11,7 +11,7 @@ import matplotlib as mpl
 import msgspec
 import pytest
 
-from baton.bench.charts import plot_route
+from baton.bench.charts import check_plot, plot_route
 from baton.bench.files import save_result
 from baton.cli.main import run
 from baton.errors import ConfigError
@@ -404,6 +404,16 @@ def test_of_other_policies_a_plot_shows_what_they_compare(tmp_path):
         plot_route(explained(), file)
     with pytest.raises(ConfigError, match="cannot write"):
         plot_route(explained(compared), tmp_path / "route.nothing")
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.SVG", "a.pdf", "a"])
+def test_a_plot_can_be_written_as_what_its_suffix_says(tmp_path, name):
+    check_plot(tmp_path / name)
+
+
+def test_another_suffix_of_a_plot_is_refused_before_anything_is_asked(tmp_path):
+    with pytest.raises(ConfigError, match=r"a\.html: give one of the suffixes .*\.png.*\.svg"):
+        check_plot(tmp_path / "a.html")
 
 
 def test_a_past_request_has_no_plot(capsys):

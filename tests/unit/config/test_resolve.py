@@ -49,6 +49,30 @@ def test_the_stronger_source_wins(tmp_path_factory, sources):
     assert (value.value, value.origin) == expected.get(strongest, (8000, FromDefault()))
 
 
+def test_each_value_of_a_table_is_of_its_strongest_source(tmp_path):
+    path = tmp_path / "baton.toml"
+    path.write_text("[transfer.options.tcp]\nstreams = 2\ntls = true\n", encoding="utf-8")
+    variables = {"BATON_TRANSFER__OPTIONS__TCP": "{streams = 8}"}
+    resolved = resolve(CommandLine(path), variables)
+    assert resolved.to_config().transfer.options == {"tcp": {"streams": 8, "tls": True}}
+    name = "transfer.options.tcp"
+    assert {key: value.origin for key, value in resolved.values.items() if name in key} == {
+        f"{name}.streams": FromEnvironment("BATON_TRANSFER__OPTIONS__TCP"),
+        f"{name}.tls": FromFile(path, 3),
+    }
+
+
+@pytest.mark.parametrize("name", ["preemption.file", "router.tokenizers.m"])
+def test_the_home_directory_is_that_of_a_file(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for resolved in (
+        resolve(CommandLine(), {environment_name(name): "~/a"}),
+        resolve(CommandLine(assignments=[f"{name}=~/a"]), {}),
+    ):
+        assert resolved.values[name].value == str(tmp_path / "a")
+    assert resolve(CommandLine(assignments=[f"{name}=./a"]), {}).values[name].value == "./a"
+
+
 def test_the_file_can_be_named_by_the_environment(tmp_path):
     path = tmp_path / "baton.toml"
     path.write_text("[trace]\nring_size = 7\n", encoding="utf-8")
@@ -68,6 +92,9 @@ def test_the_file_can_be_named_by_the_environment(tmp_path):
         ("worker.cpu_affinity", "0,2", (0, 2)),
         ("worker.name", "7", "7"),
         ("worker.served_model_name", "null-model", "null-model"),
+        ("gateway.audit_log", "null", None),
+        ("worker.numa_node", "null", None),
+        ("worker.name", "null", "null"),
         ("engine.block_size", "8", 8),
         ("engine.dtype", "float32", "float32"),
         ("engine.dtype", '"8"', "8"),
@@ -87,6 +114,8 @@ def test_text_becomes_what_the_key_is(name, text, value):
         ("worker.cpu_affinity", "2147483648", r"worker.cpu_affinity: Expected `int` <= 65535"),
         ("worker.role", "cook", r"worker.role: Invalid enum value 'cook'"),
         ("worker.drain_timeout_s", "0", r"worker.drain_timeout_s: Expected `float` > 0"),
+        ("gateway.drain_timeout_s", "inf", r"gateway.drain_timeout_s: inf is no finite .*BATON_G"),
+        ("router.targets.m.ttft_s", "inf", r"router.targets.m.ttft_s: inf is no finite number"),
         ("transfer.transports", "[]", r"transfer.transports: Expected `array` of length >= 1"),
     ],
 )

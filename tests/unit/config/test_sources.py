@@ -129,11 +129,43 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(text: str) -> None:
     "text", ['{method = "ngram", size.max = 3}', '{"method": "ngram", "size": {"max": 3}}']
 )
 def test_an_inline_table_is_that_of_a_file(text: str) -> None:
-    resolved = resolve(CommandLine(assignments=[f"engine.speculative={text}"]), {})
-    assert resolved.to_config().engine["speculative"] == {"method": "ngram", "size": {"max": 3}}
+    flag = CommandLine(assignments=[f"engine.speculative={text}"])
+    for resolved in (
+        resolve(flag, {}),
+        resolve(CommandLine(), {"BATON_ENGINE__SPECULATIVE": text}),
+    ):
+        assert resolved.values["engine.speculative.size.max"].value == 3
+        assert resolved.to_config().engine["speculative"] == {"method": "ngram", "size": {"max": 3}}
     assert read_assignments(["gateway={port=1}"]) == {
         "gateway.port": Setting(Typed(1), FromFlag("--set"))
     }
+
+
+def test_a_variables_table_keeps_the_case_and_the_dots_of_its_names() -> None:
+    variables = {
+        "BATON_ROUTER__TARGETS__MyModel__TTFT_S": "1",
+        "BATON_ROUTER__TARGETS": '{"Qwen/Q2.5" = {ttft_s = 2}, MyModel.ttft_s = 3}',
+        "BATON_ENGINE": "another's",
+    }
+    resolved = resolve(CommandLine(), variables)
+    targets = resolved.to_config().router.targets
+    assert {name: table.ttft_s for name, table in targets.items()} == {
+        "mymodel": 1,
+        "Qwen/Q2.5": 2,
+        "MyModel": 3,
+    }
+    assert not [name for name in resolved.values if name.startswith("engine")]
+
+
+def test_of_a_variables_table_a_variable_for_one_key_wins() -> None:
+    variables = {"BATON_ENGINE__A__B": "1", "BATON_ENGINE__A": "{b = 2, c = 3}"}
+    assert resolve(CommandLine(), variables).to_config().engine == {"a": {"b": 1, "c": 3}}
+
+
+def test_what_is_no_table_is_a_value_of_its_key() -> None:
+    text = "{worker}.preempted"
+    resolved = resolve(CommandLine(assignments=[f"preemption.file={text}"]), {})
+    assert resolved.to_config().preemption.file == text
 
 
 @pytest.mark.parametrize(
