@@ -99,6 +99,29 @@ def test_the_kv_budget_gives_the_number_of_blocks(checkpoint: Path) -> None:
         tiny(EngineContext(checkpoint, MachineClock()))
 
 
+def test_no_longer_context_is_announced_than_there_is_kv_for(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = EngineContext(checkpoint, MachineClock())
+    fits = ENGINES.build("transformers", {"num_blocks": 16})(context).info
+    assert (fits.max_context_tokens, caplog.messages) == (256, [])
+    less = ENGINES.build("transformers", {"kv_cache_bytes": 3 * fits.layout.block_bytes})(context)
+    assert less.info.max_context_tokens == 3 * 16
+    assert less.info.fingerprint == fits.fingerprint
+    (warning,) = caplog.messages
+    assert "48 tokens at most" in warning
+    assert warning.endswith(f"raise engine.kv_cache_bytes to {16 * fits.layout.block_bytes}")
+
+
+def test_a_context_that_was_set_needs_its_kv(checkpoint: Path) -> None:
+    context = EngineContext(checkpoint, MachineClock())
+    exact = ENGINES.build("transformers", {"num_blocks": 3, "max_context_tokens": 48})
+    assert exact(context).info.max_context_tokens == 48
+    more = ENGINES.build("transformers", {"num_blocks": 3, "max_context_tokens": 49})
+    with pytest.raises(ConfigError, match=r"KV for 48 tokens.*raise engine.num_blocks to 4$"):
+        more(context)
+
+
 def test_more_pages_than_memory_are_refused(checkpoint: Path) -> None:
     build = ENGINES.build("transformers", {"num_blocks": 2**32})
     with pytest.raises(ConfigError, match="region"):

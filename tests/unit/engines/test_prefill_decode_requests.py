@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from baton.engines.interface import DecodeRequest, FinishReason, NewToken, PrefillRequest
+from baton.engines.lookup_cost import LookupCost
 from baton.errors import EngineError, HandoffError, OverloadedError, TicketError
 from baton.handoff.interface import (
     BlocksQuiescent,
@@ -16,6 +17,7 @@ from baton.handoff.interface import (
     KVFailed,
     KVLanded,
     KVSent,
+    PrefixFound,
     SampledToken,
     SendFailed,
     TokenLogprob,
@@ -31,6 +33,7 @@ from tests.unit.engines.harness import (
     make_ticket,
     tiny_llama,
 )
+from tests.unit.engines.test_engine_prefixes import RecordingStore
 
 PROMPT = make_prompt(40)
 TICKET = make_ticket()
@@ -411,6 +414,61 @@ def test_a_prompt_that_is_received_never_counts_as_computed() -> None:
     handoff.events = [KVLanded(TICKET.id, None)]  # its last token is computed here once more
     driver.run()
     assert count_by_source(driver) == {"computed": 0, "cached": 0, "received": 40}
+
+
+def test_tokens_that_were_cached_and_are_loaded_after_they_are_gone_count_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LookupCost, "count_answered_in_time", lambda *_: 24)
+    handoff, store = RecordingHandoff(), RecordingStore()
+    handoff.prefixes = store
+    driver = Driver(tiny_llama(), handoff, block_size=8, num_blocks=7, max_kept_share=0)
+    driver.submit("first", PROMPT[:17], max_tokens=1)
+    driver.run()
+    driver.submit("d", PROMPT, DecodeRequest(TICKET))
+    driver.step()
+    assert count_by_source(driver) == {"computed": 17, "cached": 16, "received": 0}
+    handoff.events = [KVFailed(TICKET.id, LOST), BlocksQuiescent(TICKET.id)]
+    driver.step()
+    (asked,) = store.asked
+    for number in (1, 2, 3):
+        driver.submit(f"evicts {number}", make_prompt(23, seed=number), max_tokens=1)
+        driver.run()
+    handoff.events = [PrefixFound(asked, 32, 0.0)]
+    driver.step()
+    assert [load.start for load in store.loads] == [0]
+    handoff.events = [KVLanded(asked, None, 32)]
+    driver.run()
+    trace = driver.traces["d"]
+    assert (trace.num_cached_tokens, trace.num_loaded_tokens) == (32, 32)
+    assert count_by_source(driver) == {"computed": 17 + 3 * 23 + 8, "cached": 32, "received": 0}
+
+
+def test_tokens_that_were_received_and_are_loaded_after_a_preemption_count_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LookupCost, "count_answered_in_time", lambda *_: 8)
+    handoff, store = RecordingHandoff(), RecordingStore()
+    handoff.prefixes, store.block_size = store, 8
+    sizes = {"block_size": 8, "num_blocks": 8, "max_batch_tokens": 2, "max_kept_share": 0}
+    driver = Driver(tiny_llama(), handoff, **sizes)
+    first, second, third = (make_ticket(number) for number in (1, 2, 3))
+    for name, ticket, num_tokens in (("a", first, 8), ("b", second, 8), ("d", third, 40)):
+        driver.submit(name, make_prompt(num_tokens), DecodeRequest(ticket), max_tokens=12)
+        driver.step()
+    # The two older ones take every step's tokens, and soon the blocks of the third.
+    handoff.events = [KVLanded(ticket.id, SampledToken(7)) for ticket in (first, second)]
+    handoff.events += [KVLanded(third.id, None)]
+    driver.run()
+    assert (driver.loop.stats().num_preemptions, driver.tokens("d")) == (1, [])
+    (asked,) = store.asked
+    handoff.events = [PrefixFound(asked, 40, 0.0)]
+    driver.step()
+    assert [load.start for load in store.loads] == [24]
+    handoff.events = [KVLanded(asked, None, 32)]
+    driver.run()
+    assert len(driver.tokens("d")) == 12
+    assert count_by_source(driver) == {"computed": 0, "cached": 0, "received": 8 + 8 + 40}
 
 
 def test_a_prompt_whose_request_ends_while_it_waits_for_kv_does_not_count() -> None:

@@ -460,6 +460,22 @@ def test_blocks_are_held_until_every_rank_has_kept_them(stored: Admission, pool:
     assert set(pool.references) == {1}
 
 
+def test_of_requests_with_the_same_id_one_is_kept_at_a_time(stored: Admission, pool: Pool) -> None:
+    """vLLM leaves ids as clients repeat them with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1."""
+    stored.finish(asking(), range(10, 16))
+    plan(stored)
+    stored.finish(asking(), range(20, 26))
+    assert plan(stored) == PrefixOrders(num_dropped_tokens=16)
+    report(stored, kept=("r",))
+    assert pool.references[10] == 2, "a rank is copying it"
+    report(stored, kept=("r",))
+    assert set(pool.references) == {1}
+    stored.finish(asking(), range(20, 26))
+    orders = plan(stored)
+    assert orders is not None
+    assert [keep.blocks for keep in orders.keeps] == [(20, 21, 22, 23)]
+
+
 def end_in_a_crowded_step(
     admission: Admission, clock: ManualClock, pool: Pool, names: str, step_s: float
 ) -> None:

@@ -155,6 +155,7 @@ class TransformersEngine:
                 f"kv_cache_bytes = {options.kv_cache_bytes}, but one block of this model takes "
                 f"{layout.block_bytes} bytes; raise it or lower block_size"
             )
+        max_context_tokens = _fit_context(options, loaded, num_blocks, layout.block_bytes)
         pages = allocate_pages(
             loaded.shape, layout, num_blocks, loaded.model.device, allocate=allocate
         )
@@ -173,7 +174,7 @@ class TransformersEngine:
             fingerprint=loaded.fingerprint,
             layout=layout,
             num_blocks=num_blocks,
-            max_context_tokens=loaded.max_context_tokens,
+            max_context_tokens=max_context_tokens,
             vocab_size=loaded.vocab_size,
             eos_token_ids=loaded.eos_token_ids,
             max_running=options.max_num_seqs,
@@ -289,24 +290,12 @@ class TransformersEngine:
             raise InvalidRequestError(
                 f"token ids go from 0 to {vocab_size - 1}", param="stop_token_ids"
             )
-        self._check_fits(request)
-
-    def _check_fits(self, request: GenerationRequest) -> None:
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
         if num_tokens > self.info.max_context_tokens:
             raise ContextLengthError(
                 f"the prompt has {len(request.prompt_ids)} tokens and max_tokens is "
                 f"{request.sampling.max_tokens}; together at most {self.info.max_context_tokens} "
                 "are possible",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        # The last token's KV is never needed.
-        num_blocks = count_blocks(num_tokens - 1, self.info.layout.block_size)
-        if num_blocks > self.info.num_blocks:
-            raise ContextLengthError(
-                f"the prompt and max_tokens need {num_blocks} blocks of KV, this worker has "
-                f"{self.info.num_blocks}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -372,6 +361,36 @@ def load_engine(options: TransformersOptions, context: EngineContext) -> Transfo
         return TransformersEngine(
             options, loaded, path=str(context.model), clock=context.clock, allocate=allocate
         )
+
+
+def _fit_context(
+    options: TransformersOptions, loaded: LoadedModel, num_blocks: int, block_bytes: int
+) -> int:
+    """The longest prompt and answer together: the model's context, as far as there is KV for it.
+
+    Raises:
+        ConfigError: there is too little KV for the context that the operator has set.
+    """
+    wanted, fitting = loaded.max_context_tokens, num_blocks * options.block_size
+    if wanted <= fitting:
+        return wanted
+    needed = count_blocks(wanted, options.block_size)
+    advice = (
+        f"raise engine.kv_cache_bytes to {needed * block_bytes}"
+        if options.num_blocks is None
+        else f"raise engine.num_blocks to {needed}"
+    )
+    if options.max_context_tokens is not None:
+        raise ConfigError(
+            f"max_context_tokens = {wanted}, but there is KV for {fitting} tokens: lower it, or "
+            f"{advice}"
+        )
+    _log.warning(
+        "prompt and answer have %d tokens at most, for which there is KV; for the model's context "
+        "of %d tokens %s",
+        *(fitting, wanted, advice),
+    )
+    return fitting
 
 
 def _zero_stats(num_blocks: int) -> EngineStats:

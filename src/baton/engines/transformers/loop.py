@@ -273,8 +273,11 @@ class EngineLoop:
         num_usable = min(num_tokens, load.sequence.num_prompt_tokens - 1) // size * size
         trace.num_loaded_tokens = max(0, num_usable - load.start)
         if Stamp.ADMITTED in trace.stamps:  # its first tokens were computed meanwhile
-            trace.num_cached_tokens += trace.num_loaded_tokens
-            self._counts.cached += trace.num_loaded_tokens
+            # Those that it had from the cache or a peer count already, also if they are gone since.
+            num_reused = trace.num_cached_tokens + trace.num_received_tokens
+            num_more = max(0, num_usable - max(load.start, num_reused))
+            trace.num_cached_tokens += num_more
+            self._counts.cached += num_more
 
     def _compute(self, plan: Plan) -> None:
         """Run the step; a failure fails the step's requests and nothing else."""

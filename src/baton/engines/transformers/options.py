@@ -12,9 +12,11 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 class TransformersOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of `[engine] kind = "transformers"`.
 
-    `num_blocks` None takes as many blocks as fit `kv_cache_bytes`. `dtype` "auto" is the
-    checkpoint's own; answers are the same for every batch, block size and worker in float32 only.
-    `device` "auto" takes CUDA where there is one. `num_threads` None leaves torch's own choice.
+    `num_blocks` None takes as many blocks as fit `kv_cache_bytes`. `max_context_tokens` None is the
+    model's, or fewer where the blocks hold fewer.
+    `dtype` "auto" is the checkpoint's own; answers are the same for every batch, block size and
+    worker in float32 only. `device` "auto" takes CUDA where there is one. `num_threads` None leaves
+    torch's own choice.
     Prompts that wait to be pulled may hold `max_held_share` of the blocks; more are refused. What
     is being copied into the store may hold `max_kept_share`; more is not kept.
     A prompt part of fewer than `min_handoff_tokens` (None: one block) is computed, not received.

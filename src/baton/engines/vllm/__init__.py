@@ -13,6 +13,8 @@ File map, in the order in which a request meets them:
     identity.py             worker name, epoch, cluster key, model fingerprint; its description
     admission.py            scheduler side: vLLM's objects → plain values, and results back
     adapters.py             identity of LoRA adapters
+    model_variant.py        identity of what else changes KV for equal tokens
+    cpu_seeds.py            requests with a seed on CPUs
     scheduler_pressure.py   how full its KV cache is
     prefix_admission.py     the same for the store; prefix_schedule.py its state machine (pure);
                             kept_blocks.py blocks that are being copied into it

@@ -19,7 +19,7 @@ from baton.events.journal_page import make_page, read_event_number
 from baton.net.http_exchange import EXTENSION
 from baton.net.multiplex_server import MULTIPLEX_HANDLERS
 from baton.net.preemption import describe_plain_drain
-from baton.protocol.worker_http import KV_EVENTS_PREFIX, MOVE_HEADER, Health
+from baton.protocol.worker_http import END_OF_STREAM, KV_EVENTS_PREFIX, MOVE_HEADER, Health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -177,7 +177,7 @@ class _Answer:
         if not self._has_started:
             await _refuse(self._send, 503, error)
             return
-        event = b"data: " + msgspec.json.encode(error) + b"\n\ndata: [DONE]\n\n"
+        event = b"data: " + msgspec.json.encode(error) + b"\n\n" + END_OF_STREAM
         await self._send({"type": "http.response.body", "body": event})
 
 

@@ -10,12 +10,10 @@ import asyncio
 import hmac
 import logging
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-import uvicorn
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
@@ -24,8 +22,15 @@ from baton.config.cluster_key import is_loopback
 from baton.errors import UNDECODABLE
 from baton.events.journal_page import make_page, read_event_number
 from baton.ids import TicketId
-from baton.net.http_limits import Connections, HttpLimits
-from baton.net.http_server import bind, count_refusals, make_server_config, start_listening, url_of
+from baton.net.http_limits import Connections, HttpLimits, allow_descriptors
+from baton.net.http_server import (
+    SilentServer,
+    bind,
+    count_refusals,
+    make_server_config,
+    start_listening,
+    url_of,
+)
 from baton.protocol import worker_http
 from baton.protocol.worker_http import (
     ABORT_SUFFIX,
@@ -45,8 +50,9 @@ from baton.protocol.worker_http import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Generator
+    from collections.abc import Awaitable, Callable
 
+    import uvicorn
     from starlette.types import Receive, Scope, Send
 
     from baton.auth.credentials import Credentials
@@ -63,7 +69,8 @@ logger = logging.getLogger(__name__)
 TICKET_ID_BYTES: Final = 16
 STOP_TIMEOUT_S: Final = 1.0
 """For answers under way, which take milliseconds. vLLM's engine must exit within 3 s."""
-CONTROL_LIMITS: Final = HttpLimits(max_connections=64, max_connections_per_address=64)
+CONTROL_LIMITS: Final = HttpLimits(max_connections=1024)
+"""Many gateways may send aborts at once, and one of them may be all the clients there are."""
 JSON: Final = b"application/json"
 MSGPACK: Final = b"application/msgpack"
 
@@ -225,12 +232,17 @@ class ControlServer:
         return url_of(self._listener, self._host, is_tls=self._tls is not None)
 
     def start(self, view: RankView) -> None:
-        """Answer from now on."""
+        """Answer from now on.
+
+        Raises:
+            ConfigError: this process may open too few files.
+        """
         needs_bearer = self._tls is None and not is_loopback(self._host)
         app = self._app = ControlApp(view, self._credentials.key if needs_bearer else None)
         refused = count_refusals(view.registry, "baton_worker")
-        connections = Connections(CONTROL_LIMITS, MachineClock(), refused, self._tls)
-        self._server = _Server(
+        limits = allow_descriptors(CONTROL_LIMITS)
+        connections = Connections(limits, MachineClock(), refused, self._tls)
+        self._server = SilentServer(
             make_server_config(app, connections, drain_timeout_s=round(STOP_TIMEOUT_S))
         )
         self._thread = threading.Thread(
@@ -254,14 +266,6 @@ class ControlServer:
             asyncio.run(server.serve(sockets=[self._listener]))
         except Exception:
             logger.exception("the control server has ended")
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without handlers for signals: they are vLLM's."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
 
 async def _read_body(receive: Receive) -> bytes | None:

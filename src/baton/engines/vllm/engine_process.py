@@ -8,11 +8,9 @@ logs in it is seen nowhere. It also collects garbage before it exits, which take
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -21,31 +19,36 @@ import msgspec
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import LogSection
+from baton.net import parent_process
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 SERVER_VARIABLE: Final = "BATON_VLLM_SERVER"
 """Set in servers that Baton starts, to their `LogSection` as JSON; others are left alone."""
-PR_SET_PDEATHSIG: Final = 1
 
 
-def server_variables(section: LogSection) -> Mapping[str, str]:
-    """What a server's engine processes find in their environment."""
-    return {SERVER_VARIABLE: msgspec.json.encode(section).decode()}
+def server_variables(section: LogSection, run_directory: Path) -> Mapping[str, str]:
+    """What a server and its engine processes find in their environment.
+
+    vLLM leaves the sockets between them behind; `run_directory` is removed as the server ends.
+    """
+    return {
+        SERVER_VARIABLE: msgspec.json.encode(section).decode(),
+        "VLLM_RPC_BASE_PATH": str(run_directory),
+    }
 
 
 def exit_with_parent() -> None:
     """In a child of Baton's server: exit with it, ignore its group's signals, log as it does."""
     parent = multiprocessing.parent_process()
     section = read_environment().get(SERVER_VARIABLE)
-    if parent is None or section is None:
+    if parent is None or parent.pid is None or section is None:
         return
     configure_logging(msgspec.json.decode(section, type=LogSection))
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:  # it ended before the kernel knew
-        os._exit(1)
+    parent_process.exit_with_parent(parent.pid)
 
 
 def exit_at_end() -> None:

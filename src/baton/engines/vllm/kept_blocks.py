@@ -62,6 +62,9 @@ class KeptBlocks:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, request: VllmRequestId) -> bool:
+        return request in self._kept
+
     def bind(self, pool: CountedBlocks[object]) -> None:
         """The blocks of vLLM are known from now on."""
         self._pool = pool
@@ -83,7 +86,10 @@ class KeptBlocks:
         return max(0, min(self._max_blocks, max(num_free, few)) - self._num_blocks)
 
     def hold(self, request: VllmRequestId, blocks: Sequence[int]) -> None:
-        """Hold a finished request's blocks until every rank reports it. There is room for them."""
+        """Hold a finished request's blocks until every rank reports it.
+
+        There is room for them, and none are held under its id.
+        """
         if self._pool is None:
             raise AssertionError("vLLM's blocks are not known")
         held = [self._pool.blocks[block] for block in blocks]

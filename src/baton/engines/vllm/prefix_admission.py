@@ -201,7 +201,8 @@ class PrefixAdmission:  # noqa: PLR0904 - one for each of vLLM's hooks
         most = num_blocks * self._block_size
         num_kept = min(num_tokens, most - most % schedule.entry_tokens)
         held = blocks[: count_blocks(num_kept, self._block_size)]
-        if num_kept <= num_present:
+        # Where vLLM leaves clients' ids as they are, one may be repeated while its KV is copied.
+        if num_kept <= num_present or request.request_id in self._kept:
             schedule.drop(num_tokens)
             return
         self._kept.hold(request.request_id, held)
