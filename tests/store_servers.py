@@ -23,7 +23,7 @@ from baton.testing.store_contract import name_of
 from tests.free_ports import find_free_port
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from baton.store.interface import Body, EntryName, Tier
 
@@ -124,12 +124,19 @@ class S3Server(StoreServer):
         super().start()
         self.request("PUT", "")
 
-    def request(self, method: str, key: str, body: bytes | None = None) -> bytes:
+    def request(
+        self, method: str, key: str, body: bytes | None = None, storage_class: str | None = None
+    ) -> bytes:
         """As another client of the bucket: an object's bytes, or nothing where it is missing."""
         scope = "test/20260101/us-east-1/s3/aws4_request"
         headers = {
-            "Authorization": f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=0"
+            "Authorization": (
+                f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=0"
+            ),
+            "Content-Type": "application/octet-stream",  # else it is taken for a form's fields
         }
+        if storage_class is not None:
+            headers["x-amz-storage-class"] = storage_class
         url = f"{self.endpoint}/{BUCKET}/{key}".rstrip("/")
         request = urllib.request.Request(url, body, headers, method=method)
         try:
@@ -166,16 +173,23 @@ def fill_memory(tier: Tier, body: Body) -> list[EntryName]:
 @contextmanager
 def delayed(port: int, delay_s: float) -> Generator[int]:
     """A port of this machine behind which a server answers later: each piece sent to it waits."""
+    with forwarded([port], delay_s) as listening_port:
+        yield listening_port
+
+
+@contextmanager
+def forwarded(ports: Sequence[int], delay_s: float = 0.0) -> Generator[int]:
+    """A port whose new connections lead to the last one of `ports`; old ones stay as they are."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        Thread(target=_serve_delayed, args=(listener, port, delay_s), daemon=True).start()
+        Thread(target=_forward, args=(listener, ports, delay_s), daemon=True).start()
         yield listener.getsockname()[1]
 
 
-def _serve_delayed(listener: socket.socket, port: int, delay_s: float) -> None:
+def _forward(listener: socket.socket, ports: Sequence[int], delay_s: float) -> None:
     with suppress(OSError):  # until it is closed
         while True:
             client, _ = listener.accept()
-            server = socket.create_connection(("127.0.0.1", port))
+            server = socket.create_connection(("127.0.0.1", ports[-1]))
             for source, sink, wait_s in ((client, server, delay_s), (server, client, 0.0)):
                 Thread(target=_copy, args=(source, sink, wait_s), daemon=True).start()
 

@@ -107,7 +107,7 @@ class OtherStoreUser:
         raise AssertionError("there was no room")
 
     def free_capacity(self) -> None:
-        self._capacity.release(self._num_taken_bytes, lambda: None)
+        self._capacity.release(self._num_taken_bytes)
         self._num_taken_bytes = 0
 
     @contextmanager

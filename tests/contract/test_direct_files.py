@@ -12,7 +12,7 @@ import mmap
 import os
 import subprocess
 import threading
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +23,8 @@ from baton.ops.doctor.store import check_tier
 from baton.store.entry_format import HEADER_BYTES
 from baton.store.folder import bodies
 from baton.store.folder.direct_files import ALIGNMENT_BYTES, NUM_SLOTS, align
+from baton.store.folder.directory import UNFINISHED
+from baton.store.folder.shared_capacity import SharedCapacity
 from baton.store.interface import PutResult
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read, read_lease
 from baton.testing.store_syscalls import count_descriptors, failing
@@ -131,6 +133,28 @@ def test_the_file_of_an_entry_that_is_read_is_not_written(place: Path) -> None:
             assert (place / "files" / name_of("c").hex()).stat().st_ino != first.st_ino
             assert read_lease(lease) == body_of("a")
         assert tier.find([name_of("a")]) == 0
+
+
+def test_files_kept_for_entries_that_could_not_be_counted_take_no_room(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes the lock once there is room, and keeps it for too long."""
+    remove = SharedCapacity.remove
+    with closing(open_direct_tier(place, ROOM_FOR_TWO)) as tier, ExitStack() as holder:
+        put(tier, "a")
+        put(tier, "b")
+
+        def remove_then_lock(*arguments: Any) -> int:
+            num_bytes = remove(*arguments)
+            lock = holder.enter_context((place / "files" / "capacity").open("r+b"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return num_bytes
+
+        monkeypatch.setattr(SharedCapacity, "remove", remove_then_lock)
+        with pytest.raises(StoreError, match="locked by another process"):
+            put(tier, "c")
+        assert tier.usage().used_bytes == ROOM_FOR_TWO // 2
+        assert not list((place / "files").glob(f"{UNFINISHED}*"))
 
 
 def test_an_entry_whose_file_is_written_again_while_it_is_opened_is_a_miss(

@@ -13,6 +13,8 @@ import pytest
 
 from baton.errors import ConfigError, StoreError
 from baton.store.interface import TIERS, PutResult, TierContext
+from baton.store.remote.client import EntryRefusedError
+from baton.store.remote.refused_reads import READ_AGAIN_S
 from baton.store.tiers.object import NUM_AT_ONCE, ObjectClient, ObjectTierOptions
 from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import (
@@ -27,6 +29,7 @@ from tests.contract.server_faults import (
     TIMEOUT_S,
     QuickServer,
     ServerFaultContract,
+    count_calls,
     taking_at_most,
     use_while_down,
 )
@@ -116,6 +119,58 @@ class TestObjectTier(ServerFaultContract):
             endpoint = f"http://127.0.0.1:{server.server_address[1]}"
             with pytest.raises(ConfigError, match=r"store\.options\.object"):
                 self.open_remote(tmp_path, endpoint=endpoint)
+            server.shutdown()
+
+    def test_an_archived_entry_is_a_miss_by_itself(self, tmp_path: Path) -> None:
+        clock = ManualClock()
+        with closing(self.open_remote(tmp_path, clock)) as tier:
+            for content in "abcd":
+                put(tier, content)
+            values = {content: self.raw_get(self.path(tmp_path, content)) for content in "abcd"}
+
+            def archive(content: str) -> None:
+                key = f"baton/{self.path(tmp_path, content)}"
+                self.server.request("PUT", key, values[content], storage_class="GLACIER")
+
+            archive("b")
+            names = [name_of(content) for content in "abcd"]
+            assert tier.find(names) == 4, "it is found until it is read"
+            for _ in range(4):
+                assert read(tier, "b") is None
+                assert tier.find(names) == 1
+            assert [read(tier, content) for content in "acd"] == [*map(body_of, "acd")]
+            asked = count_calls(tier._client, "read")
+            assert read(tier, "b") is None
+            assert put(tier, "b") is PutResult.EXISTS
+            assert asked == []
+            with pytest.raises(StoreError, match="object"):
+                tier.is_whole(name_of("b"))
+            assert (tier.usage().server.is_available, tier.usage().num_damaged) == (True, 0)
+            self.raw_put(self.path(tmp_path, "b"), values["b"] or b"")
+            clock.advance(READ_AGAIN_S)
+            assert read(tier, "b") == body_of("b")
+            for content in "abc":
+                archive(content)
+            tier._ahead.clear()
+            for content in "abc":
+                assert tier.usage().server.is_available
+                assert read(tier, content) is None
+            assert not tier.usage().server.is_available, "it refuses all of them"
+
+    def test_a_conflict_when_an_entry_is_read_is_its_refusal(self) -> None:
+        """As Azure answers for archived blobs."""
+
+        class Conflict(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                self.rfile.readline()
+                self.wfile.write(b"HTTP/1.1 409 Conflict\r\ncontent-length: 0\r\n\r\n")
+
+        with QuickServer(("127.0.0.1", 0), Conflict) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+            client = ObjectClient(ObjectTierOptions("s3://kv", endpoint, "us-east-1"), "c")
+            with pytest.raises(EntryRefusedError):
+                client.read(name_of("a").hex(), 1000)
             server.shutdown()
 
     def test_a_bucket_that_is_not_there_is_a_server_that_fails(self, tmp_path: Path) -> None:

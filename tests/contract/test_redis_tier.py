@@ -6,7 +6,7 @@ import socket
 import socketserver
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,10 @@ from tests.contract.server_faults import (
     wait_until,
 )
 from tests.free_ports import find_free_port
-from tests.store_servers import RedisServer
+from tests.store_servers import RedisServer, forwarded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from baton.store.remote.tier import RemoteTier
@@ -205,6 +205,31 @@ class TestRedisTier(ServerFaultContract):
                 client.acl_setuser("default", enabled=True, nopass=True, categories=["+@all"])
             wait_available(tier, clock)
             assert read(tier, "a") == body_of("a")
+
+    @pytest.mark.parametrize("ask", [read, put])
+    def test_after_a_failover_the_new_master_is_used(
+        self, tmp_path: Path, ask: Callable[[RemoteTier, str], object]
+    ) -> None:
+        """The address leads to another server, and connections to the old one go on."""
+        clock, ports = ManualClock(), [self.server.port]
+        other = RedisServer(tmp_path)
+        with closing(other), forwarded(ports) as port, self.raw() as client:
+            url = f"redis://127.0.0.1:{port}/0"
+            with closing(self.open_remote(tmp_path, clock, url=url)) as tier:
+                put(tier, "a")
+                client.replicaof("127.0.0.1", other.port)
+                try:
+                    with suppress(StoreError):
+                        assert ask(tier, "b" if ask is put else "a") is None
+                    assert not tier.usage().server.is_available
+                    with pytest.raises(StoreError, match="replica"):
+                        tier._client.report()
+                    ports.append(other.port)
+                    wait_available(tier, clock)
+                    assert put(tier, "c") is PutResult.STORED
+                    assert read(tier, "c") == body_of("c")
+                finally:
+                    client.replicaof("NO", "ONE")
 
     def test_with_a_password_over_tls(self, tmp_path: Path, monkeypatch: Any) -> None:
         make_authority(tmp_path, "authority")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from baton.clock import Instant, MachineClock
+from baton.errors import StoreError
 from baton.store.compression import compress
 from baton.store.counted_tier import make_families
 from baton.store.entry_format import HEADER_BYTES, make_header
@@ -264,14 +265,32 @@ def test_servers_keep_fewer_bytes_and_any_worker_reads_them(
             assert lease.tenant == TENANT
 
 
-@pytest.mark.parametrize(("stated", "max_bytes"), [(KV_BYTES, KV_BYTES - 1), (KV_BYTES + 2, None)])
+def test_an_entry_that_is_too_large_for_this_reader_when_decompressed_is_anothers(
+    server_options: tuple[str, dict[str, object]],
+) -> None:
+    """As while workers are restarted with another `max_entry_bytes`."""
+    name = name_of("a")
+    with closing(open_server(server_options, compress=True)) as tier:
+        tier.put(name, KV[0])
+        with closing(open_server(server_options, max_entry_bytes=KV_BYTES - 1)) as small:
+            assert read(small, "a") is None
+            with pytest.raises(StoreError, match=f"{KV_BYTES} bytes.*max_entry_bytes"):
+                small.is_whole(name)
+            assert small.usage().num_damaged == 0
+        assert read(tier, "a") == KV[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "stated", "max_bytes"),
+    [(bytes(32), KV_BYTES, KV_BYTES - 1), (CONTRACT_KEY, KV_BYTES + 2, None)],
+)
 def test_a_length_that_is_not_the_bodys_is_a_miss(
-    server_options: tuple[str, dict[str, object]], stated: int, max_bytes: int | None
+    server_options: tuple[str, dict[str, object]], key: bytes, stated: int, max_bytes: int | None
 ) -> None:
     """More than any entry has, before memory is taken for it; or authentic, and wrong."""
     changed = {} if max_bytes is None else {"max_entry_bytes": max_bytes}
     name, kept = name_of("a"), compress(KV[0])
-    header = make_header(CONTRACT_KEY, name, kept, whole_bytes=stated)
+    header = make_header(key, name, kept, whole_bytes=stated)
     with closing(open_server(server_options, **changed)) as tier:
         tier._client.put(name.hex(), header + kept)
         lease = tier.try_lease(name)

@@ -9,17 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from baton.clock import Instant, UnixTime
 from baton.errors import ConfigError, StoreError, StoreFullError, UnknownPluginError
 from baton.store.folder import directory
-from baton.store.folder.bodies import compute_cost
+from baton.store.folder.bodies import FileBodies, compute_cost
 from baton.store.folder.shared_capacity import LOCK_TIMEOUT_S
 from baton.store.folder.tier import FolderTier
 from baton.store.interface import TIERS, EntryName, PutResult, TierContext
@@ -280,6 +280,31 @@ def test_a_stopped_process_that_holds_the_lock_is_waited_for_once(place: Place) 
             holder.kill()
             holder.wait(WAIT_S)
             assert put(tier, "i") is PutResult.STORED, "its lock went with it"
+
+
+def test_what_could_not_be_named_for_want_of_the_lock_takes_no_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written when another process takes the lock, and keeps it for too long."""
+    write, body = FileBodies.write, bytes(30 * ENTRY_BYTES)
+    with place.opened(36) as tier, ExitStack() as holder:
+        put(tier, "a")
+        used_bytes = tier.usage().used_bytes
+
+        def write_until_locked(*arguments: Any) -> Any:
+            files = write(*arguments)
+            lock = holder.enter_context((place.folder / "capacity").open("r+b"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return files
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FileBodies, "write", write_until_locked)
+            with pytest.raises(StoreError, match="locked by another process"):
+                tier.put(name_of("large"), body)
+        assert tier.usage().used_bytes == used_bytes
+        holder.close()
+        assert tier.put(name_of("large"), body) is PutResult.STORED
+        assert kept(tier, "a"), "nothing had to go for it"
 
 
 def test_a_stopped_process_that_opens_the_folder_is_not_waited_for_without_limit(

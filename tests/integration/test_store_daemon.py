@@ -14,21 +14,26 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+import redis
 
 from baton.auth.credentials import Credentials
 from baton.auth.key import ClusterKey
 from baton.clock import MachineClock
 from baton.handoff.pool_mode.store_access import open_keyed_store
-from baton.ops.store_daemon import TierCare
+from baton.ops.store_daemon import TierCare, run_round
+from baton.store.folder.tier import FolderTier
 from baton.store.interface import PeerAccess, PutResult
+from baton.store.remote.tier import REPORT_INTERVAL_S
+from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import BODY_BYTES, body_of, name_of, put, read, read_lease
 from tests.free_ports import find_free_port
-from tests.store_servers import fill_memory, limit_memory
+from tests.store_servers import RedisServer, fill_memory, limit_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from pathlib import Path
 
+    from baton.store.capacity import StoredEntry
     from baton.store.tiered import TieredStore
 
 KEY = "5" * 64
@@ -213,7 +218,62 @@ def test_with_a_wrong_key_each_entry_is_reported_once(
     with closing(other):
         care = TierCare(other.tiers[0])
         for _ in range(4):
-            care.run_round(1 << 20)
+            run_round([care], 1 << 20)
         assert (care.num_damaged, care.is_key_doubtful) == (12, True)
     reported = [each.getMessage() for each in caplog.records if "is damaged" in each.getMessage()]
     assert len(reported) == len(set(reported)) == 3
+
+
+def test_all_tiers_are_maintained_before_entries_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    maintain, entries = FolderTier.maintain, FolderTier.entries
+
+    def note_maintain(tier: FolderTier) -> None:
+        steps.append("maintain")
+        maintain(tier)
+
+    def note_entries(tier: FolderTier) -> list[StoredEntry]:
+        steps.append("list")
+        return entries(tier)
+
+    folder = {"directory": str(tmp_path / "kv")}
+    with closing(
+        open_store("shared", "file", shared={"directory": str(tmp_path)}, file=folder)
+    ) as store:
+        put(store, "a")
+        monkeypatch.setattr(FolderTier, "maintain", note_maintain)
+        monkeypatch.setattr(FolderTier, "entries", note_entries)
+        cares = [TierCare(tier) for tier in store.tiers]
+        run_round(cares, 1)
+    assert steps == ["maintain", "maintain", "list", "list"]
+    assert [care.num_whole for care in cares] == [1, 0]
+
+
+def test_of_a_server_it_is_asked_how_it_is_and_no_entry_is_read(tmp_path: Path) -> None:
+    """Others share the server, and each list and each read may be billed."""
+    server, clock = RedisServer(tmp_path), ManualClock()
+    options = {"redis": {"url": server.url, "timeout_s": 60.0}}
+    key = ClusterKey.from_hex(KEY)
+    try:
+        with closing(open_keyed_store(("redis",), options, key=key, clock=clock)) as store:
+            put(store, "a")
+            care = TierCare(store.tiers[0])
+
+            def is_well() -> bool:
+                clock.advance(REPORT_INTERVAL_S)
+                run_round([care], 1 << 20)
+                return not care.error
+
+            assert is_well()
+            assert is_well()
+            with closing(redis.Redis(port=server.port)) as client:
+                commands = client.info("commandstats")
+            assert not {"cmdstat_scan", "cmdstat_getrange", "cmdstat_get"} & set(commands)
+            assert care.num_whole == 0
+            server.kill()
+            wait_until(lambda: not is_well())
+            assert care.num_failed_rounds
+    finally:
+        server.close()

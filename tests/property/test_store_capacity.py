@@ -48,7 +48,7 @@ class Users(RuleBasedStateMachine):
     def release(self, is_killed: bool) -> None:
         size = self.pending.pop()
         if not is_killed:
-            self.capacity = self.capacity.release(size)
+            self.capacity = self.capacity.commit(size).remove(size)
 
     @precondition(lambda self: self.kept)
     @rule(is_killed=st.booleans())

@@ -1,8 +1,8 @@
 """`baton store serve`: a user of the store that stays when workers go, and looks after entries.
 
 One thread owns the tiers: each second it removes what has expired and makes room above the high
-mark, and reads some entries to compare them with their digests. The event loop's thread answers
-`/metrics` and `/health` on loopback.
+mark, and reads some entries of this host's tiers to compare them with their digests. The event
+loop's thread answers `/metrics` and `/health` on loopback.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -41,12 +42,12 @@ from baton.net.http_server import (
 from baton.ops.store import is_damaged
 from baton.protocol.worker_http import HEALTH_PATH, METRICS_PATH, Health
 from baton.store.counted_tier import CountedTier, make_families
-from baton.store.interface import EntryName, MaintainsEntries
+from baton.store.interface import EntryName, HasPlaces, MaintainsEntries, ServerPlace
 from baton.telemetry.process_status import Ready, StatusReporter, claim_standard_output
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from prometheus_client import Metric
     from starlette.types import Receive, Scope, Send
@@ -88,23 +89,40 @@ class TierCare:
         """Whether all that was read was damaged."""
         return bool(self.num_damaged) and not self.num_whole
 
-    def run_round(self, max_read_bytes: int) -> None:
-        """Remove what must go, then read entries, at least one, until so many bytes were read."""
+    def try_maintain(self) -> bool:
+        """Remove what must go, and ask servers how they are; False: the round has failed."""
+        return self._try(self._maintain)
+
+    def verify(self, max_read_bytes: int) -> None:
+        """End a round: read entries, at least one, until so many bytes were read.
+
+        None of a tier on servers: each list and each read takes from what others use, and may be
+        billed. Who reads an entry there verifies it.
+        """
+        is_verified = max_read_bytes > 0 and self.tier.remote is None
+        if not is_verified or self._try(partial(self._verify, max_read_bytes)):
+            self.error = ""
+
+    def _try(self, step: Callable[[], None]) -> bool:
         try:
-            if isinstance(self.tier.inner, MaintainsEntries):
-                self.tier.inner.maintain()
-            self._verify(max_read_bytes)
+            step()
         except StoreError as exc:
             self.num_failed_rounds += 1
             if not self.error:
                 logger.warning("store: tier %s: %s", self.tier.kind, exc)
             self.error = str(exc)
-        else:
-            self.error = ""
+            return False
+        return True
+
+    def _maintain(self) -> None:
+        tier = self.tier.inner
+        if isinstance(tier, MaintainsEntries):
+            tier.maintain()
+        for place in tier.places if isinstance(tier, HasPlaces) else (tier,):
+            if isinstance(place, ServerPlace) and not place.is_available():
+                raise StoreError("no answer; it is asked again later")
 
     def _verify(self, max_read_bytes: int) -> None:
-        if not max_read_bytes:
-            return
         if not self._unread:
             self._unread.extend(self.tier.entries())
             self._damaged &= {entry.name for entry in self._unread}
@@ -126,6 +144,13 @@ class TierCare:
         if name not in self._damaged:
             self._damaged.add(name)
             logger.warning("store: entry %s in %s is damaged", name.hex(), self.tier.kind)
+
+
+def run_round(cares: Sequence[TierCare], max_read_bytes: int) -> None:
+    """Maintain all tiers, then verify entries: no tier waits for room while another is read."""
+    maintained = [care for care in cares if care.try_maintain()]
+    for care in maintained:
+        care.verify(max_read_bytes)
 
 
 @dataclass(slots=True)
@@ -158,8 +183,7 @@ class Maintenance:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._round_began_at = self.clock.now()
-            for care in self.cares:
-                care.run_round(int(self.verify_bytes_per_s * ROUND_S))
+            run_round(self.cares, int(self.verify_bytes_per_s * ROUND_S))
             self._stopping.wait(ROUND_S)
 
     def find_fault(self) -> str | None:

@@ -19,5 +19,7 @@ File map:
     compressed_lease.py   leases of such bodies
     memory_lease.py   a lease of bytes of this process
     tiered.py     several tiers as one: demotion, copying up
+    promotion.py      which entries are copied up when they are read (pure)
+    puts.py           several puts one after the other, and one as several
     counted_tier.py   counters around a tier, for Prometheus
 """

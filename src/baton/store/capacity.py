@@ -50,7 +50,6 @@ class Capacity:
     """What may be kept; what is, and what is about to be.
 
         try_reserve ──► reserved ──commit──► committed ──remove──► gone
-                    └──release──► gone
 
     Never below nothing: what a killed process has counted may be too high, and is set right later.
     """
@@ -75,10 +74,6 @@ class Capacity:
             return None
         reserved_bytes = self.reserved_bytes + num_bytes
         return self._with(self.committed_bytes, reserved_bytes)
-
-    def release(self, num_bytes: int) -> Self:
-        """So much of what was pending is not kept."""
-        return self._with(self.committed_bytes, self.reserved_bytes - num_bytes)
 
     def commit(self, num_bytes: int) -> Self:
         """Pending bytes have become stored bytes."""

@@ -16,6 +16,7 @@ from baton.handoff.pool_mode import store_journal
 from baton.handoff.pool_mode.block_copier import hash_segments
 from baton.handoff.pool_mode.store_journal import (
     BATCH_ENTRIES,
+    BILLED_IDENTITY_S,
     BILLED_WAIT_S,
     BUSY_SHARE,
     ROUND_S,
@@ -434,3 +435,17 @@ def test_what_made_room_is_taken_to_be_where_looking_costs_money():
     clock.advance(BILLED_WAIT_S)
     one.look()
     assert one.reported() == {first: names_of(ids) - names_of(ids, 1, 2)}
+
+
+def test_an_identity_that_expires_where_looking_costs_money_is_put_there_again():
+    """As by a lifecycle rule: workers that start later have the same tier."""
+    clock = ManualClock()
+    bucket = Server(make_context(clock), is_billed=True)
+    one = Worker(combine(bucket), clock)
+    tiers = one.tiers
+    bucket.inner.discard(store_journal_identity())
+    one.look()
+    assert bucket.inner.find([store_journal_identity()]) == 0, "each look costs money"
+    clock.advance(BILLED_IDENTITY_S)
+    one.look()
+    assert one.tiers == Worker(combine(bucket), clock).tiers == tiers

@@ -104,6 +104,17 @@ def test_what_waits_is_bounded_and_found() -> None:
     assert queue.wait_empty(30)
 
 
+def test_a_value_that_is_larger_than_the_bound_is_taken_alone() -> None:
+    queue, written, may_write = make_queue(100)
+    assert queue.try_add(NAMES[0], bytes(101))
+    assert not queue.try_add(NAMES[1], bytes(1))
+    may_write.set()
+    assert queue.wait_empty(30)
+    assert queue.try_add(NAMES[1], bytes(1)), "its room is free again"
+    assert queue.wait_empty(30)
+    assert written == NAMES[:2]
+
+
 def test_what_no_thread_can_be_started_for_is_not_carried_out_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

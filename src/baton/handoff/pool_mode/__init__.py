@@ -8,6 +8,7 @@ File map:
     store_writer.py   prefill's half of one handoff (pure), and what carries it out
     store_reader.py   decode's half (pure), and what carries it out
     prefix_store.py   prompts' beginnings: loaded instead of computed, and kept
+    load_costs.py     what loading takes in each tier, and how much is loaded (pure)
     keep_queue.py    what engines have computed, on its way into the store
     keep_pace.py     when, and how much at once
     store_journal.py  what the store holds, and where, reported to gateways

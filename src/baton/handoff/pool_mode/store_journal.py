@@ -5,9 +5,9 @@
 Any process may evict an entry, and none reports that: names of entries do not show their tokens. So
 each worker looks again and again for the entries that it has reported itself, all of them within
 `ROUND_S` where that takes at most `BUSY_SHARE` of its thread's time; in a place where looking costs
-money for a batch in `BILLED_WAIT_S`. A server that does not answer keeps what was reported of it:
-its entries are there still when it is back. What a restarted worker does not report is reported
-again when a request finds it.
+money for a batch in `BILLED_WAIT_S`, and for its identity in `BILLED_IDENTITY_S`. A server that
+does not answer keeps what was reported of it: its entries are there still when it is back. What a
+restarted worker does not report is reported again when a request finds it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ BUSY_SHARE: Final = 0.02
 """Of the thread's time, at most, for that."""
 BILLED_WAIT_S: Final = 60.0
 """Between two batches where an object store answers them: some million requests a year."""
+BILLED_IDENTITY_S: Final = 3600.0
+"""Between two looks for an identity there, which expires as entries do: it is put there again."""
 
 
 @dataclass(slots=True)
@@ -71,10 +73,12 @@ class StoreJournal:
     _to_check: array[int] = field(default_factory=lambda: array("i"))
     _checks_at: Instant = field(init=False)
     _billed_at: Instant = field(init=False)
+    _identify_billed_at: Instant = field(init=False)
 
     def __post_init__(self) -> None:
         self._names = PrefixNames(self.naming)
         self._checks_at = self._billed_at = Instant(self.clock.now() + ROUND_S)
+        self._identify_billed_at = self.clock.now()
         self._tiers = (None,) * len(self.places)
         self.journal.store = self
         self._identify_places()
@@ -223,8 +227,11 @@ class StoreJournal:
         A lower tier gets what is put into the one above it, an identity, too, if it has none. Of
         two places that are the same one the first counts.
         """
+        is_due = self.clock.now() >= self._identify_billed_at
+        if is_due:
+            self._identify_billed_at = Instant(self.clock.now() + BILLED_IDENTITY_S)
         for place in reversed(self.places):
-            if place.store_id is None or not place.is_billed:
+            if place.store_id is None or not place.is_billed or is_due:
                 place.identify()
         tiers: list[StoreId | None] = []
         for place in self.places:

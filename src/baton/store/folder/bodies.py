@@ -185,7 +185,7 @@ class FileBodies:
         )
 
     def give_back(self, index: int) -> None:
-        """Under the capacity's lock: the entry of this number is not kept.
+        """The entry of this number is not kept. With or without the capacity's lock.
 
         Raises:
             StoreError: its memory cannot be given back. `recount` frees it.

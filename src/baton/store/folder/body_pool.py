@@ -114,8 +114,8 @@ MAX_PACKED_BYTES: Final = _COUNT.size + MAX_RUNS * _RUN.size
 class BodyPool:
     """The extents of one folder, as one process uses them. One owner thread.
 
-    `take`, `give_back`, `rebuild` and `is_current` are called under the lock of the folder's
-    capacity, the rest without. Files are made when the first body is put.
+    `take` and `rebuild` are called under the lock of the folder's capacity, and `give_back`, too,
+    but for what this process claims; the rest without. Files are made when the first body is put.
     """
 
     def __init__(self, folder: int, capacity_bytes: int, min_body_bytes: int) -> None:
@@ -157,7 +157,11 @@ class BodyPool:
             self._claim(())
 
     def give_back(self, runs: Iterable[Run]) -> None:
-        """Mark extents as free."""
+        """Mark extents as free.
+
+        What this process claims no other one takes or frees meanwhile; a `rebuild` that has just
+        read the claim may mark it again, until the next one.
+        """
         with mapped({OSError: StoreError}):
             self._open()
             self._mark([run for run in runs if run.stop <= len(self._states)], _FREE)

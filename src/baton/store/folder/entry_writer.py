@@ -117,10 +117,9 @@ class EntryWriter:
         try:
             self._reserve(entries, cost, tenant)
         except StoreError:
-            if self.bodies.spare_bytes:
-                with suppress(StoreError):  # too much is counted then
-                    self.capacity.release(self.bodies.spare_bytes, self.bodies.drop_spares)
+            spare_bytes = self.bodies.spare_bytes
             self.bodies.drop_spares()
+            self.capacity.release(spare_bytes)
             raise
 
     def _reserve(self, entries: Sequence[NewEntry], cost: int, tenant: TenantLabel) -> None:
@@ -162,12 +161,10 @@ class EntryWriter:
         return outcome
 
     def _release(self, costs: Sequence[int]) -> None:
-        def give_back() -> None:
-            for index in range(len(costs)):
-                self._give_back(index)
-
-        with suppress(StoreError):  # too much is counted then, for a while
-            self.capacity.release(sum(costs), give_back)
+        """Without the lock: that it could not be had may be why nothing is kept."""
+        for index in range(len(costs)):
+            self._give_back(index)
+        self.capacity.release(sum(costs))
 
     def _give_back(self, index: int) -> None:
         with suppress(StoreError):  # a look at all entries frees it

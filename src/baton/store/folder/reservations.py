@@ -28,7 +28,10 @@ _FLOCK: Final = struct.Struct("hhqqi")
 
 
 class Reservations:
-    """One user's record, and a view of all. Owner: who holds the lock of the folder's counts."""
+    """One user's record, and a view of all.
+
+    Owner: who holds the lock of the folder's counts. To add less than nothing takes no lock.
+    """
 
     def __init__(self, folder: int) -> None:
         """Take a record.
@@ -54,8 +57,13 @@ class Reservations:
         return sum(_unpack(raw))
 
     def add(self, num_bytes: int) -> None:
-        """So much more, or less, is about to be written by this user."""
+        """So much more, or less, is about to be written by this user.
+
+        Raises:
+            OSError: the record stays as it was. The next call writes what has become less, too.
+        """
         own_bytes = max(0, self._own_bytes + num_bytes)
+        self._own_bytes = min(self._own_bytes, own_bytes)
         self._write(self._index, own_bytes)
         self._own_bytes = own_bytes
 

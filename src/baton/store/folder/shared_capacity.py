@@ -54,9 +54,9 @@ NOTHING_REMOVED: Final = Removed(0, 0)
 class SharedCapacity:
     """The counts of one folder. One owner thread; other processes have their own.
 
-    Every change of an entry's name goes with the change of its count, under one lock. All methods
-    raise StoreError where the lock cannot be had, or a system call fails: then nothing has changed,
-    or the counts are too high.
+    Every change of an entry's name goes with the change of its count, under one lock. Methods raise
+    StoreError where the lock cannot be had, or a system call fails: then nothing has changed, or
+    the counts are too high.
 
     A tenant may hold `tenant_bytes`, and as much more as others write for it in the same moment:
     what is about to be kept is counted for the whole alone.
@@ -121,12 +121,14 @@ class SharedCapacity:
             self._write(capacity, reserved)
             return None
 
-    def release(self, num_bytes: int, give_back: Callable[[], None]) -> None:
-        """So much of what was taken is not kept; `give_back` is called under the lock."""
-        with self._locked():
-            give_back()
-            capacity = self._read()
-            self._write(capacity, capacity.release(num_bytes))
+    def release(self, num_bytes: int) -> None:
+        """So much of what this user has reserved is not kept. Needs no lock, and raises nothing.
+
+        A lock that is not to be had is what most often keeps entries from being kept. Other users
+        only read this one's record: they see too high a sum at worst.
+        """
+        with suppress(OSError):  # the next change of the record writes this one, too
+            self._reservations.add(-num_bytes)
 
     def commit(
         self,

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 class RequestRefusedError(StoreError):
-    """The server answered, and refused this request (no permission, read only, an error)."""
+    """The server answered, and refused this request (no permission, an error)."""
+
+
+class EntryRefusedError(RequestRefusedError):
+    """The server refused to give this value, and may give others (archived, another's key)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class ServerReport:
 class RemoteClient(Protocol):
     """One server. Blocks, with the time-outs of its library; from any thread.
 
-    Every method but `disconnect` raises StoreError: the server cannot be reached or does not
-    answer; its subclass RequestRefusedError: it answers, and refuses.
+    Every method but `disconnect` raises StoreError: the server cannot be reached, does not answer
+    or is only a copy; its subclass RequestRefusedError: it answers, and refuses.
     """
 
     def exists(self, keys: Sequence[str]) -> Sequence[bool]:

@@ -13,13 +13,21 @@ from baton.errors import BatonError, ConfigError, StoreError, StoreFullError
 from baton.store.capacity import StoredEntry
 from baton.store.compressed_lease import CompressedEntryLease
 from baton.store.compression import CompressionChoice, compress
-from baton.store.entry_format import HEADER_BYTES, BodyCheck, make_header, parse_header, read_header
+from baton.store.entry_format import (
+    HEADER_BYTES,
+    BodyCheck,
+    has_digest,
+    make_header,
+    parse_header,
+    read_header,
+)
 from baton.store.interface import NAME_BYTES, NO_TENANT, EntryName, PutResult, ServerHealth, Usage
 from baton.store.promotion import PromotionPolicy
 from baton.store.remote.circuit_breaker import CircuitBreaker
-from baton.store.remote.client import RequestRefusedError, ServerReport
+from baton.store.remote.client import EntryRefusedError, RequestRefusedError, ServerReport
 from baton.store.remote.lease import ValueLease
 from baton.store.remote.read_ahead import ReadAhead
+from baton.store.remote.refused_reads import READ_AGAIN_S, RefusedReads
 from baton.store.remote.write_behind import WriteBehind
 from baton.store.request_threads import RequestThreads
 from baton.telemetry.log_limit import LimitedLog
@@ -51,8 +59,9 @@ class RemoteLimits:
 
     `timeout_s` bounds each call; after one that is late the server is not asked until a trial,
     beside the caller, has succeeded. `buffer_bytes`: of entries fetched ahead, and as many again of
-    entries that wait to be written. `promote_at_read`: see `PromotionPolicy`. `is_billed`: each
-    request costs money. `compresses`: bodies are sent in fewer bytes; they are read in any case.
+    entries that wait to be written (a larger one alone). `promote_at_read`: see `PromotionPolicy`.
+    `is_billed`: each request costs money. `compresses`: bodies are sent in fewer bytes; they are
+    read in any case.
     """
 
     timeout_s: float
@@ -108,6 +117,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         self._compression = CompressionChoice(is_adaptive=False) if limits.compresses else None
         self._promotion = PromotionPolicy(limits.promote_at_read)
         self._known: OrderedDict[EntryName, Instant] = OrderedDict()
+        self._refused = RefusedReads(context.clock)
         self._num_damaged = self._num_failures = 0
         self._log = LimitedLog(logger, context.clock, LOG_INTERVAL_S)
         self._report = ServerReport(kind)
@@ -162,9 +172,13 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         if started.answer is None:
             return None
         try:
-            return self._answer(started.answer, since=started.began_at)
+            found = self._answer(started.answer, since=started.began_at)
         except StoreError:
             return None
+        if not self._refused:
+            return found
+        names = started.names
+        return [n not in self._refused and there for n, there in zip(names, found, strict=True)]
 
     def _with_waiting(self, names: Sequence[EntryName], found: Sequence[bool]) -> Sequence[bool]:
         """Entries that wait to be written count as there."""
@@ -202,16 +216,19 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         self._require_taking()
         value = self._make_value(name, body, tenant)
         if not self._behind.try_add(name, value):
-            raise StoreFullError(f"{self._limits.buffer_bytes} bytes wait for {self._kind} already")
+            raise StoreFullError(
+                f"{len(value)} bytes have no room among those that wait for {self._kind} already: "
+                f"store.options.{self._kind}.buffer_bytes is {self._limits.buffer_bytes}"
+            )
         return PutResult.STORED
 
     def try_lease(self, name: EntryName) -> EntryLease | None:
         value: Body | None = self._behind.get(name)
         if value is None:
-            if not self.is_available():
+            if name in self._refused or not self.is_available():
                 return None
             try:
-                value = self._answer(self._ahead.take(name))
+                value = self._take_value(name)
             except StoreError:
                 return None
         self._note(name, is_known=value is not None)
@@ -298,6 +315,19 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
     def _start_read(self, name: EntryName) -> Future[Body | None]:
         return self._submit(partial(self._client.use, name.hex(), self._max_value_bytes))
 
+    def _take_value(self, name: EntryName) -> Body | None:
+        """What the server gives of an entry. Raises: as `_answer`."""
+        try:
+            value = self._answer(self._ahead.take(name))
+        except EntryRefusedError as exc:
+            why = f"it is a miss for {READ_AGAIN_S:.0f} s: {exc}"
+            self._log.warning("refused", f"store: entry {name.hex()} is refused, {why}")
+            if self._refused.add(name):
+                self._fail(exc)
+            raise
+        self._refused.end_row()
+        return value
+
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         try:
             return self._threads.submit(partial(self._attempt, work))
@@ -319,9 +349,11 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         return self._answer(self._submit(work))
 
     def _answer(self, future: Future[T], since: Instant | None = None) -> T:
-        """The same where a refusal is a failure."""
+        """The same where a refusal is a failure, unless it is of one entry."""
         try:
             return self._wait(future, since)
+        except EntryRefusedError:
+            raise
         except RequestRefusedError as exc:
             self._fail(exc)
             raise
@@ -337,7 +369,6 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         try:
             result = future.result(max(0.0, self._limits.timeout_s - passed_s))
         except TimeoutError:
-            self._client.disconnect()
             late = StoreError(f"{self._kind}: no answer within {self._limits.timeout_s} s")
             self._fail(late)
             raise late from None
@@ -350,7 +381,9 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         return result
 
     def _fail(self, error: StoreError) -> None:
+        """Stop asking. The trial connects anew: the address may be another server's by then."""
         self._num_failures += 1
+        self._client.disconnect()
         self._ahead.clear()
         if self._server.is_closed:
             logger.warning(
@@ -449,14 +482,21 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         return CompressedEntryLease(lease, self._compression, self._clock)
 
     def _why_too_large(self, name: EntryName, value: Body) -> str | None:
-        """Of a value that is no entry: that it came cut off, if it did; else it is damaged."""
-        header = parse_header(bytes(memoryview(value).cast("B")[:HEADER_BYTES]))
-        limit = self._limits.max_entry_bytes
-        if len(value) < self._max_value_bytes or header is None or header.name != name:
+        """Of a value that is no entry here: it came cut off, or is too much when decompressed.
+
+        None: it is neither, but damaged.
+        """
+        view = memoryview(value).cast("B")
+        header = parse_header(bytes(view[:HEADER_BYTES]))
+        if header is None or header.name != name:
+            return None
+        is_cut_off = len(view) >= self._max_value_bytes
+        if not (is_cut_off or has_digest(self._key, header, view[HEADER_BYTES:])):
             return None
         return (
-            f"entry {name.hex()} in {self._kind} has {header.num_bytes} bytes, and is not read: "
-            f"store.options.{self._kind}.max_entry_bytes is {limit}"
+            f"entry {name.hex()} in {self._kind} has {max(header.num_bytes, header.whole_bytes)} "
+            "bytes, and is not read: "
+            f"store.options.{self._kind}.max_entry_bytes is {self._limits.max_entry_bytes}"
         )
 
     def _remove_damaged(self, name: EntryName) -> None:
@@ -471,7 +511,9 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             logger.debug("store: %s keeps an entry: %s", self._kind, exc)
 
     def is_known(self, name: EntryName) -> bool:
-        """Whether it was found or read some seconds ago: it is not written again."""
+        """Whether it was found, read or refused some time ago: it is not written again."""
+        if name in self._refused:
+            return True
         known_at = self._known.get(name)
         return known_at is not None and self._clock.now() < known_at + KNOWN_S
 

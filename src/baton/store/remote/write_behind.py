@@ -1,7 +1,7 @@
 """Entries that upper tiers demote or write through, on their way to the server.
 
 The caller does not wait: an upper tier demotes many entries to make room for one, and a load waits
-behind that. Bounded in bytes; what is beyond, or fails, is not kept.
+behind that. Bounded in bytes, or one larger value; what is beyond, or fails, is not kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WriteBehind:
         with self._changed:
             if name in self._waiting or name in self._writing:
                 return True
-            if self._num_bytes + len(value) > self._max_bytes:
+            if self._num_bytes and self._num_bytes + len(value) > self._max_bytes:
                 return False
             self._waiting[name] = value
             self._num_bytes += len(value)

@@ -17,7 +17,12 @@ import msgspec
 
 from baton.errors import ConfigError, StoreError
 from baton.registry import Plugin
-from baton.store.remote.client import RemoteValue, RequestRefusedError, ServerReport
+from baton.store.remote.client import (
+    EntryRefusedError,
+    RemoteValue,
+    RequestRefusedError,
+    ServerReport,
+)
 from baton.store.remote.tier import RemoteLimits, RemoteTier
 
 try:
@@ -102,6 +107,7 @@ class ObjectClient:
         return found + [False] * (len(keys) - len(found))
 
     def read(self, key: str, max_bytes: int) -> Body | None:
+        """See `RemoteClient`: an archived object, or one under another key, is refused alone."""
         try:
             with _mapped():
                 answer = obstore.get(self._store, key)
@@ -110,6 +116,10 @@ class ObjectClient:
                 return memoryview(answer.bytes())
         except _MissingError:
             return None
+        except RequestRefusedError as exc:
+            raise EntryRefusedError(str(exc)) from exc
+        except AlreadyExistsError as exc:  # obstore's for any status 409: Azure's archived blobs
+            raise EntryRefusedError(f"object: {_first_line(exc)}") from exc
 
     def use(self, key: str, max_bytes: int) -> Body | None:
         """See `RemoteClient`: the bucket keeps no account of it."""

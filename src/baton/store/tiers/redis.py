@@ -146,10 +146,14 @@ class RedisClient:
 
         Raises:
             ConfigError: the server does not know this user or password.
+            StoreError: it is a replica, which takes nothing, nor counts what is read as used.
         """
         try:
             with _mapped():
-                return _read_report(self._redis.info())
+                info = self._redis.info()
+                if info.get("role") == "slave" and info.get("slave_read_only", 1):
+                    raise StoreError("redis: the server is a read-only replica")
+                return _read_report(info)
         except RequestRefusedError as exc:
             if isinstance(exc.__cause__, redis.AuthenticationError):
                 raise ConfigError(f"store.options.redis: {exc}") from exc
@@ -223,6 +227,8 @@ def _mapped() -> Generator[None]:
         yield
     except redis.exceptions.OutOfMemoryError as exc:
         raise StoreFullError(f"redis: {exc}") from exc
+    except redis.exceptions.ReadOnlyError as exc:  # after a failover, on an old connection
+        raise StoreError(f"redis: {exc}") from exc
     except (redis.ResponseError, redis.AuthenticationError) as exc:
         raise RequestRefusedError(f"redis: {exc}") from exc
     except (redis.RedisError, OSError, ValueError, AttributeError, TypeError) as exc:
