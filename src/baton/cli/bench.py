@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Parameter
 
+from baton.cli.exit_codes import FAILED, INTERRUPTED
 from baton.cli.flags import ConfigFlags
 from baton.clock import Clock, MachineClock
 from baton.config.environment import read_environment
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from baton.bench.link.report import Report
     from baton.bench.link.runner import Plan
     from baton.rig.nodes import Address, Nodes
-
-FAILED = 1
-INTERRUPTED = 130
 
 app = App(name="bench", help="Measure links between workers, and servers under load.")
 app.command("baton.cli.bench_serve:serve", name="serve", help="Load a server, measure its answers.")

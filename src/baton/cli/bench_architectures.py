@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from baton.cli.bench import read_share
-from baton.cli.bench_serve import refuse_unused
+from baton.cli.bench_workload import ShapeFlags, make_workload
+from baton.cli.exit_codes import FAILED, INTERRUPTED
 from baton.cli.flags import ConfigFlags, Engine, Model, Transport
 from baton.clock import MachineClock
 from baton.config.environment import read_environment
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from baton.bench.load.records import Slo
     from baton.bench.workloads.requests import Workload
     from baton.launch.plan import LaunchPlan
-
-FAILED = 1
-INTERRUPTED = 130
 
 
 @Parameter(name="*")
@@ -285,17 +282,15 @@ def _plan(servers: ServerFlags, work: WorkFlags, results: VerdictFlags) -> "Plan
 
 
 def _workload(work: WorkFlags) -> "Workload":
-    from baton.bench.workloads.synthetic import WorkloadOptions, choose_workload  # noqa: PLC0415
-    from baton.bench.workloads.traces import TraceFile, read_trace  # noqa: PLC0415
-
-    refuse_unused(work, work.trace)
-    if work.trace is not None:
-        if not 0 < work.speed < float("inf"):
-            raise ConfigError("--speed: above 0")
-        share = read_share(work.max_broken, "--max-broken")
-        return read_trace(TraceFile(work.trace, work.trace_format, work.speed, share))
-    options = WorkloadOptions(num_input_tokens=work.input_len, num_output_tokens=work.output_len)
-    return choose_workload(work.workload, options)
+    shape = ShapeFlags(
+        workload=work.workload,
+        input_len=work.input_len,
+        output_len=work.output_len,
+        trace_format=work.trace_format,
+        speed=work.speed,
+        max_broken=work.max_broken,
+    )
+    return make_workload(shape, work.trace)
 
 
 def _effort(work: WorkFlags) -> "Effort":

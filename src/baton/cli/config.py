@@ -42,7 +42,7 @@ def _rows(resolved: Resolved) -> dict[str, ShownValue]:
     rows = _engine_rows(resolved.to_config().worker.engine)
     for name, value in resolved.values.items():
         rows[name] = ShownValue(value.value, describe(value.origin))
-    if KEY_VARIABLE in read_environment():
+    if read_environment().get(KEY_VARIABLE):  # an empty one is none
         rows["cluster.key"] = ShownValue(HIDDEN, f"environment {KEY_VARIABLE}")
     return dict(sorted(rows.items()))
 

@@ -112,7 +112,7 @@ def _find_worker_tls(config: "Config", fleet: str) -> "ssl.SSLContext | None":
 
     environment = read_environment()
     is_configured = (
-        config.security.identity or config.cluster.key_file or KEY_VARIABLE in environment
+        config.security.identity or config.cluster.key_file or environment.get(KEY_VARIABLE)
     )
     folder = fleet_folder(fleet, environment)
     if find_launcher(folder) is None:

@@ -119,7 +119,9 @@ def gateway_options(config: Config, status_fd: int) -> "GatewayOptions":
     from baton.auth.certificates import IdentityRole  # noqa: PLC0415 - too heavy for --help
     from baton.gateway.options import GatewayOptions, WorkerAddress  # noqa: PLC0415
     from baton.net.credentials import find_credentials  # noqa: PLC0415
+    from baton.router.placement import POLICIES  # noqa: PLC0415
 
+    POLICIES.check_tables(config.router.options)
     section = config.gateway
     announces = section.announce_port is not None
     hosts = (section.host, *((section.announce_host,) if announces else ()))

@@ -13,6 +13,7 @@ import msgspec
 from baton.auth.certificates import IdentityRole
 from baton.auth.issuing import Order, issue_derived
 from baton.cli.engine_options import check_engine, engine_defaults, engine_options
+from baton.cli.plugin_options import check_worker_options
 from baton.clock import MachineClock
 from baton.config.cluster_key import (
     KEY_VARIABLE,
@@ -22,7 +23,7 @@ from baton.config.cluster_key import (
 )
 from baton.config.environment import read_environment
 from baton.config.logs import configure_logging
-from baton.errors import ConfigError, UnknownPluginError
+from baton.errors import ConfigError
 from baton.gateway.options import check_processes
 from baton.launch.control import Control
 from baton.launch.fleet import DEFAULT_FLEET
@@ -42,10 +43,9 @@ from baton.launch.ports import find_free_ports
 from baton.launch.progress import LoggedDisplay, PlainDisplay, open_display
 from baton.launch.supervisor import LaunchContext, Service, Supervisor
 from baton.net.credentials import parse_keys
+from baton.protocol.gateway_http import DASHBOARD_PATH
 from baton.protocol.worker_http import Role
 from baton.router.placement import POLICIES, choose_policy
-from baton.store.interface import TIERS
-from baton.transfer.interface import TRANSPORTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,6 @@ TRY_THIS = "Write me a story about a house by the sea, and about those who lived
 
 USE_KEY: Final = """
     -H 'authorization: Bearer YOUR_API_KEY' \\"""
-DASHBOARD: Final = "/dashboard"
 CTRL_C: Final = """\
 Ctrl-C drains and stops everything; a second Ctrl-C kills.
 """
@@ -178,7 +177,7 @@ async def _launch(plan: LaunchPlan, folder: FleetFolder, *, in_background: bool)
 def how_to_use(service: Service, plan: LaunchPlan) -> str:
     """What to do with a launch that is ready: where it is, a request to try."""
     url, workers = service.url, ", ".join(worker.name for worker in plan.workers)
-    dashboards = " ".join(f"{each}{DASHBOARD}" for each in service.management_urls)
+    dashboards = " ".join(f"{each}{DASHBOARD_PATH}" for each in service.management_urls)
     request = {
         "model": service.model,
         "messages": [{"role": "user", "content": TRY_THIS}],
@@ -218,10 +217,5 @@ def check_settings(config: Config) -> None:
     for group in worker_groups(config):
         options = engine_options(group.engine, config.engine)
         check_engine(group.engine, {**options, **group.overrides})
-    known = TRANSPORTS.kinds()
-    for transport in config.transfer.transports:
-        if transport not in known:
-            raise UnknownPluginError(TRANSPORTS.group, transport, known)
-    for tier in config.store.tiers:
-        if tier not in TIERS.kinds():
-            raise UnknownPluginError(TIERS.group, tier, TIERS.kinds())
+    check_worker_options(config, is_launcher=True)
+    POLICIES.check_tables(config.router.options)

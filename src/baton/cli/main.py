@@ -9,20 +9,17 @@ import select
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from cyclopts import App, Parameter
 
 from baton import __version__
+from baton.cli.exit_codes import FAILED, INTERRUPTED, MISUSED
 from baton.config.environment import read_environment
 from baton.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-FAILED: Final = 1
-MISUSED: Final = 2
-INTERRUPTED: Final = 130
 
 
 def build_app() -> App:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Group, Parameter
 
-from baton.cli.bench_serve import LOAD, WORKLOAD, ShapeFlags, make_workload
+from baton.cli.bench_serve import LOAD
+from baton.cli.bench_workload import WORKLOAD, ShapeFlags, make_workload
+from baton.cli.exit_codes import INTERRUPTED
 from baton.cli.flags import ConfigFlags, read_api_key
 from baton.errors import ConfigError
 
@@ -21,7 +23,6 @@ FLEET = Group("Fleet", sort_key=3)
 DEFAULT_POLICIES = ("round_robin", "prefix", "cost")
 DEFAULT_REQUESTS = 1000
 DEFAULT_CONCURRENCY = 16
-INTERRUPTED = 130
 
 app = App(
     name="route",

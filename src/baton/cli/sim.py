@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from cyclopts import App, Parameter
 
+from baton.cli.exit_codes import FAILED, INTERRUPTED
 from baton.clock import MachineClock
 from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from baton.sim.handoff.campaign import Outcome, Tally
 
-FAILED = 1
-INTERRUPTED = 130
 PROGRESS_EVERY_S = 2.0
 
 app = App(name="sim", help="Run Baton against simulated faults.")

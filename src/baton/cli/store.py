@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import msgspec
 from cyclopts import App, Parameter
 
+from baton.cli.exit_codes import FAILED
 from baton.cli.flags import ConfigFlags, StatusFd, Store
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from baton.store.counted_tier import CountedTier
     from baton.store.interface import EntryName, TenantLabel
 
-FAILED: Final = 1
 MIB: Final = 1 << 20
 MAX_PORT: Final = 65_535
 ALL_DAMAGED: Final = (
@@ -252,7 +252,8 @@ def serve(
         Parameter(help="HOST:PORT where workers read and write its tier host (their tier peer)."),
     ] = None,
     verify_mib_per_s: Annotated[
-        float, Parameter(help="Entries are read and checked at this rate; 0: not at all.")
+        float,
+        Parameter(help="This host's entries are read and checked at this rate; 0: not at all."),
     ] = 8.0,
     status_fd: StatusFd = 1,
 ) -> int:

@@ -61,12 +61,13 @@ class WorkerFlags(ConfigFlags):
 
 def worker(flags: WorkerFlags | None = None) -> int:
     """Start one worker: a model, an engine and its part of every handoff."""
-    from baton.engines.interface import ENGINE_SERVERS  # noqa: PLC0415 - too heavy for --help
+    from baton.cli.plugin_options import check_worker_options  # noqa: PLC0415 - too heavy for --help
+    from baton.engines.interface import ENGINE_SERVERS  # noqa: PLC0415
 
     flags = flags or WorkerFlags()
     config = flags.resolve().to_config()
     configure_logging(config.log)
-    _check_tiers(config)
+    check_worker_options(config)  # before a model loads
     if config.worker.engine in ENGINE_SERVERS.kinds():
         from baton.cli.serving import run_engine_server  # noqa: PLC0415
 
@@ -86,16 +87,8 @@ def worker(flags: WorkerFlags | None = None) -> int:
     return 0
 
 
-def _check_tiers(config: Config) -> None:
-    """A tier that there is none of, or a wrong option, is an error before a model loads."""
-    from baton.store.interface import TIERS  # noqa: PLC0415 - too heavy for --help
-
-    for kind in config.store.tiers:
-        TIERS.build(kind, config.store.options.get(kind, {}))
-
-
 def _check_transports(config: Config) -> None:
-    """The same of transports; not where an engine may be forked from here: some use CUDA."""
+    """Whether they work here; not where an engine may be forked from here: some use CUDA."""
     from baton.transfer.interface import TRANSPORTS  # noqa: PLC0415 - too heavy for --help
 
     for kind in config.transfer.transports:

@@ -175,7 +175,8 @@ def count_peer_ports(config: Config) -> int:
     """How many ports the workers need to read each other's memory: none where peers are configured.
 
     Raises:
-        ConfigError: there is no other worker to read from, or all would listen at one address.
+        ConfigError: there is no other worker to read from, none keeps what others could read, or
+            all would listen at one address.
     """
     store, num_workers = config.store, config.up.prefill + config.up.decode
     listen = store.options.get("host", {}).get("listen")
@@ -184,9 +185,13 @@ def count_peer_ports(config: Config) -> int:
             f"store.options.host.listen = {listen!r} is one address, and {num_workers} workers "
             "would listen there: leave it out, and with tiers host and peer each gets its own"
         )
-    has_urls = "urls" in store.options.get("peer", {})
-    if "peer" not in store.tiers or "host" not in store.tiers or has_urls:
+    if "peer" not in store.tiers or "urls" in store.options.get("peer", {}):
         return 0
+    if "host" not in store.tiers:
+        raise ConfigError(
+            "--store peer without host: no worker has memory that the others could read; give "
+            "--store host,peer, or set store.options.peer.urls"
+        )
     if num_workers < 2:  # noqa: PLR2004 - a worker and another one
         raise ConfigError(
             "--store host,peer with one worker: there is no other one whose memory it could read; "
@@ -319,7 +324,5 @@ def _as_text(name: str, value: object) -> str:
     """What `--set` reads back as the same value: plain for a closed string, else TOML."""
     if isinstance(value, str) and name in closed_keys():
         return value
-    if isinstance(value, float):  # JSON has no inf
-        return repr(value)
     # JSON's scalars and arrays of scalars are TOML's.
     return msgspec.json.encode(value).decode()

@@ -1,6 +1,5 @@
 """Which processes a launch starts, with which arguments."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -256,6 +255,7 @@ def test_peers_that_are_configured_or_not_used_are_left_alone(assignments):
     [
         ((TIERS, "up.prefill=0", "up.decode=1"), "no other one"),
         ((TIERS, "store.options.host.listen='127.0.0.1:1'"), "one address"),
+        (('store.tiers=["peer"]',), "--store host,peer"),
     ],
 )
 def test_peers_that_cannot_be_are_refused_before_anything_starts(assignments, why):
@@ -290,9 +290,11 @@ def test_a_launch_in_the_background_gets_the_same_settings():
     assert again == resolve(CommandLine(assignments=assignments), {}).to_config()
 
 
-def test_a_number_without_bound_is_handed_on():
-    gateway = child_config(plan("gateway.wait_for_worker_s=inf").gateway_command(Path("/m"), 0))
-    assert gateway.gateway.wait_for_worker_s == math.inf
+@pytest.mark.parametrize("seconds", ["1e300", "1e-7", "0.1"])
+def test_a_number_is_handed_on_as_it_is(seconds):
+    launch = plan(f"gateway.wait_for_worker_s={seconds}")
+    gateway = child_config(launch.gateway_command(Path("/m"), 0)).gateway
+    assert gateway.wait_for_worker_s == float(seconds)
 
 
 def test_keys_whose_names_begin_like_a_launchers_are_handed_on():

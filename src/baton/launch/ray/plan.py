@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.config.cluster_key import is_loopback
-from baton.config.resolve import PATH_KEYS, FromDefault, Resolved, split_name
+from baton.config.resolve import FromDefault, Resolved, is_path, split_name
 from baton.config.sections import Config, RayPlacement, RaySection, RayWorkersTable, Role
 from baton.errors import UNDECODABLE, ConfigError, ProtocolError
 from baton.launch.fleet import Count, MemberRole
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 NOT_FORWARDED: Final = ("up.", "ray.", "fleet.")
-TOKENIZERS: Final = "router.tokenizers."
-"""Folders by models' names: paths, as those of `PATH_KEYS`."""
 OWN_KEYS: Final = frozenset({
     "gateway.prefill",
     "gateway.decode",
@@ -313,8 +311,8 @@ def given_settings(resolved: Resolved) -> dict[str, object]:
         if not isinstance(value.origin, FromDefault) and value.value is not None
     }
     for name, value in found.items():
-        if name in PATH_KEYS or name.startswith(TOKENIZERS):
-            found[name] = str(Path(str(value)).expanduser().absolute())
+        if is_path(name):
+            found[name] = str(Path(str(value)).absolute())
     return found
 
 
@@ -332,9 +330,7 @@ def _as_key(name: str) -> str:
 
 
 def _as_toml(value: object) -> str:
-    """JSON's scalars are TOML's, but that it has no inf; tables have = for its colon."""
-    if isinstance(value, float):
-        return repr(value)
+    """JSON's scalars are TOML's; tables have = for its colon."""
     if isinstance(value, dict):
         pairs = (f"{_as_key(key)} = {_as_toml(each)}" for key, each in value.items())
         return f"{{{', '.join(pairs)}}}"

@@ -14,6 +14,7 @@ from baton.launch.ray.hosts import list_assignable, list_selectors, path_of
 from baton.launch.ray.plan import (
     RayHostFacts,
     explain_unplaced,
+    given_settings,
     list_needs,
     number_of,
     plan_fleet,
@@ -88,13 +89,21 @@ def test_a_host_reads_back_what_was_set(tmp_path):
     assert (targets["my model"].ttft_s, targets["llama-3.1"].ttft_s) == (2.0, 3.0)
 
 
+def test_of_a_table_each_setting_is_written_once(tmp_path):
+    path = tmp_path / "baton.toml"
+    path.write_text("transfer.options.tcp = {streams = 2, port = 1}\n", encoding="utf-8")
+    variables = {"BATON_TRANSFER__OPTIONS__TCP": "{streams = 8}"}
+    text = settings_file(given_settings(resolve(CommandLine(path), variables)))
+    assert tomllib.loads(text)["transfer"]["options"] == {"tcp": {"streams": 8, "port": 1}}
+
+
 @given(
     st.dictionaries(
         st.sampled_from(["engine.a", "engine.b-c", "worker.model", 'engine.q"q', "engine.ü"]),
         st.one_of(
             st.text(st.characters(exclude_categories=["Cs", "Cc"])),
             st.integers(-(2**60), 2**60),
-            st.floats(allow_nan=False),
+            st.floats(allow_nan=False, allow_infinity=False),
             st.booleans(),
             st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"])), max_size=3),
         ),
