@@ -21,7 +21,7 @@ from baton.gateway.members.membership import Membership
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.ids import new_epoch
 from baton.protocol.worker_http import Health, Role, WorkerLoad
-from baton.router.handoff_costs import LinkCost
+from baton.router.handoff_costs import LinkCost, group_links
 from baton.router.placement import Placement, PlacementRequest
 from tests.integration.scripted_worker import KEY
 from tests.unit.gateway.test_workers import info
@@ -69,8 +69,10 @@ class Fleet:
         views = workers.fleet.models["demo"].decodes
         for prompt in numbers:
             self.serve(prompt)
-        links = {(one, other): LinkCost(1e-3, 1e-9) for one in views for other in views}
-        services.load.costs("demo").handoffs.note_links(links, None)
+        handoffs, cost = services.load.costs("demo").handoffs, LinkCost(1e-3, 1e-9)
+        places = handoffs.places
+        links = [group_links(((one, other, cost) for other in views), places) for one in views]
+        handoffs.note_links(links, None)
         for one, other in zip(views, (*views[1:], views[0]), strict=True):
             self.finish(Placement(one, other))
 

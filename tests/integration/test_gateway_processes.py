@@ -20,8 +20,8 @@ import pytest
 from baton.cli.main import run as run_cli
 from baton.errors import ConfigError
 from baton.gateway.options import GatewayOptions, WorkerAddress
-from baton.launch.child import exit_with_parent
 from baton.net.http_server import bind_shared
+from baton.net.parent_process import exit_with_parent
 from baton.protocol.worker_http import Role
 from tests.free_ports import find_free_ports
 from tests.integration.gateway_cluster import STREAM, until, until_true

@@ -247,11 +247,20 @@ def test_what_is_too_much_is_refused_before_any_worker_is_asked():
 
 
 def test_answers_together_are_no_longer_than_one_may_be():
-    async def scenario(cluster: Cluster):
-        status, text = await ask(cluster, {**PROMPT, "n": 3})
-        assert (status, json.loads(text)["error"]["code"]) == (502, "worker_failed")
+    """That is no worker's failure: none is computed again."""
 
-    run(scenario, max_answer_bytes=120)
+    async def scenario(cluster: Cluster):
+        for settings in ({}, {"temperature": 0}, {"seed": 7}):
+            for decode in cluster.decodes:
+                decode.visits.clear()
+            status, text = await ask(cluster, {**PROMPT, "n": 3, **settings})
+            error = json.loads(text)["error"]
+            assert (status, error["code"]) == (502, "worker_failed")
+            assert "gateway.max_answer_bytes" in error["message"]
+            num_asked = sum(len(decode.visits) for decode in cluster.decodes)
+            assert num_asked <= 4, "for the prompt, and for each answer"
+
+    run(scenario, decodes=2, max_answer_bytes=120)
 
 
 # vLLM, and fields that only it serves ------------------------------------------------------------

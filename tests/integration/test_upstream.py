@@ -18,8 +18,9 @@ from baton.gateway.errors import UpstreamError, WorkerLostError, WorkerUnreachab
 from baton.gateway.http_client import MAX_HEAD_BYTES, READ_BUFFER_BYTES
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES, Upstream
+from baton.ids import TicketId
 from baton.net.http_server import bind
-from baton.protocol.worker_http import Role
+from baton.protocol.worker_http import Role, abort_path
 from tests.integration.gateway_cluster import until
 from tests.integration.scripted_worker import KEY
 
@@ -296,6 +297,29 @@ def test_an_answer_that_does_not_come_in_time_is_not_waited_for():
         await until(lambda: server.num_closed == 1)
 
     run(serve, scenario)
+
+
+def test_an_abort_that_is_refused_is_not_taken_for_delivered():
+    refused = b'{"error": {"message": "its place was needed", "code": "too_many_connections"}}'
+    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(refused)
+
+    async def scenario(server: RawServer, upstream: Upstream, url: URL) -> None:
+        with pytest.raises(UpstreamError, match=r"503.*too_many_connections: its place was needed"):
+            await upstream.abort(url.origin(), TicketId(bytes(16)), "its client left")
+
+    run(replying(head + refused), scenario)
+
+
+def test_many_aborts_of_one_worker_share_a_few_connections():
+    async def scenario(server: RawServer, upstream: Upstream, url: URL) -> None:
+        tickets = [TicketId(number.to_bytes(16, "big")) for number in range(100)]
+        aborts = (upstream.abort(url.origin(), ticket, "its client left") for ticket in tickets)
+        await asyncio.gather(*aborts)
+        paths = sorted(head.split()[1].decode() for head in server.heads)
+        assert paths == [abort_path(ticket) for ticket in tickets]
+        assert server.num_connections == 16
+
+    run(replying(b"HTTP/1.1 204 No Content\r\n\r\n"), scenario)
 
 
 def test_what_is_known_of_an_origin_is_forgotten_once_no_connection_to_it_is_open(monkeypatch):

@@ -10,6 +10,7 @@ and supports two protocols: Baton workers, and vLLM's own server with Baton's co
 File map, along the way of a request:
     process.py      `run_gateway`: socket, server, signals, drain; options.py: `GatewayOptions`
     process_group.py      several processes on one port
+    clients.py      clients and their API keys: who may ask; audit.py: the log of who did
     app.py          `GatewayApp`: the allow-list of paths, readiness; asgi.py: ASGI messages
     completions.py  one completion request: admission, deadlines, errors, accounting
     request.py      parse, strip and rewrite the body; the request id; facts read from the body
@@ -18,6 +19,7 @@ File map, along the way of a request:
     request_context.py    what is recorded about one request, and what all requests share
     admission.py    waiting for workers with room; targets.py: headers that name targets and class
     placing.py      what placement must know of a request
+    prompt_tokenizer.py   its prompt as token ids, for policies that look at what is cached
     request_proxy.py      placement, ticket, prefill and decode request, retry
     prefill_request.py    the prefill worker's part; aborts at decode when it fails
     response_forwarder.py the decode worker's bytes to the client; the early first token
@@ -28,6 +30,13 @@ File map, along the way of a request:
     http_client.py  one connection to a worker: a request, its answer as it arrives
     interruptible.py      a stretch of a task that others may end
     errors.py       OpenAI's error JSON and the status codes
+    openapi.py      `/openapi.json`: what the gateway serves
+
+Streams that go on at another worker:
+    multiplexed_streams.py      the one connection by which all streams of a worker arrive
+    running_streams.py    the streams under way; stream_record.py: what the client has of one (pure)
+    resumption.py   a stream whose worker is lost; stream_replay.py: by the same answer again (pure)
+    stream_moves.py       streams that are moved; standby.py: the new worker's request
 
 Workers, metrics, debugging:
     workers.py      the registry: state, epoch and load of each worker, and its description
@@ -39,7 +48,11 @@ Workers, metrics, debugging:
     silence_monitor.py    what missing heartbeats show: suspected, and silent
     waiting.py      requests that wait until a worker is back; retries.py: turns of retries
     kv_events.py    which blocks vLLM workers hold
+    prefixes.py     which prompts' beginnings workers have cached, of all models
+    journal_feed.py       follows a worker's journal of its cache, or of its store
     report_feed.py  reads a page of every worker; link_feed.py: of what links cost
+    rank_reports.py       one report of a server of those of its tensor-parallel ranks (pure)
+    learned_costs.py      what was learned of workers' speed, in a file for the next gateway
     transfer_feed.py      of what transfers took; transfer_page.py, transfer_sums.py:
                     `/debug/transfers`, by pair and by distance; store_page.py: the store, there
     metrics.py, debug.py  Prometheus metrics; `/debug/workers`, `/debug/links`

@@ -9,11 +9,10 @@ import msgspec
 
 from baton.errors import UNDECODABLE
 from baton.gateway.errors import AnswerError, ErrorAnswer, UpstreamError
-from baton.protocol.worker_http import CHAT_COMPLETIONS_PATH
+from baton.protocol.worker_http import CHAT_COMPLETIONS_PATH, END_OF_STREAM
 
 DATA: Final = b"data:"
 END_OF_EVENT: Final = b"\n\n"
-DONE: Final = b"data: [DONE]\n\n"
 
 Fields: TypeAlias = "dict[str, msgspec.Raw]"
 Usage: TypeAlias = "dict[str, object]"
@@ -82,11 +81,11 @@ class AnswerMerger:
     def end(self) -> bytes:
         """What ends the stream: the usage, if it was asked for, and the end's own event."""
         if not self._usages:
-            return DONE
+            return END_OF_STREAM
         fields = self._last_usage
         self._name(fields)
         fields["usage"] = msgspec.Raw(_encode(self._sum_usage()))
-        return b"data: " + _encode(fields) + END_OF_EVENT + DONE
+        return b"data: " + _encode(fields) + END_OF_EVENT + END_OF_STREAM
 
     def merge(self, answers: list[bytes]) -> bytes:
         """All answers, each in one piece, as one.

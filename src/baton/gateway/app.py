@@ -24,24 +24,23 @@ from baton.gateway.errors import (
     PathNotFoundError,
     answer_for,
 )
-from baton.gateway.openapi import (
+from baton.gateway.openapi import Status, describe
+from baton.gateway.request import MAX_MODEL_CHARS
+from baton.gateway.workers import Pending, Workers
+from baton.protocol import worker_http
+from baton.protocol.gateway_http import (
+    ALERTS_PATH,
     DASHBOARD_PATH,
     DEMAND_PATH,
     LINKS_PATH,
     OPENAPI_PATH,
     QUEUE_PATH,
     READY_PATH,
+    REQUESTS_PATH,
     ROUTE_PATH,
     TRANSFERS_PATH,
     WORKERS_PATH,
-    Status,
-    describe,
 )
-from baton.gateway.request import MAX_MODEL_CHARS
-from baton.gateway.workers import Pending, Workers
-from baton.protocol import worker_http
-from baton.protocol.alerts import ALERTS_PATH
-from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -168,7 +167,7 @@ DEBUG_PATHS: Final = "/debug/"
 OPERATOR_PATHS: Final = (DEBUG_PATHS, DASHBOARD_PATH, ALERTS_PATH)
 """They show requests and workers: behind the management key, and never to other machines' clients
 of the gateway's own port."""
-MANAGEMENT_PATHS: Final = ("/metrics", *OPERATOR_PATHS)
+MANAGEMENT_PATHS: Final = (METRICS_PATH, *OPERATOR_PATHS)
 PROMETHEUS_TEXT: Final = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from baton.errors import (
     ModelNotFoundError,
     OverloadedError,
 )
-from baton.protocol.worker_http import ErrorBody, ErrorDetail
+from baton.protocol.worker_http import END_OF_STREAM, ErrorBody, ErrorDetail
 from baton.router.explanation import NotExplainableError
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class ErrorAnswer:
     @property
     def event(self) -> bytes:
         """The last two events of a stream that broke."""
-        return b"data: " + self.body + b"\n\ndata: [DONE]\n\n"
+        return b"data: " + self.body + b"\n\n" + END_OF_STREAM
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
+import secrets
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypeVar, get_args
 
@@ -162,7 +162,8 @@ def _learn(load: FleetLoad, kept: dict[str, KeptCosts]) -> None:
 def _write(path: Path, file: KeptFile) -> None:
     """Some hundred bytes for each model."""
     content = msgspec.json.format(msgspec.json.encode(file))
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")  # several gateways may write it
+    # Several gateways may write it at once: those of containers have the same process id.
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         if path.exists() and path.read_bytes() == content:
             return
@@ -170,6 +171,7 @@ def _write(path: Path, file: KeptFile) -> None:
         unfinished.replace(path)
     except OSError as exc:
         log.warning("cannot keep the learned costs in %s: %s", path, exc.strerror)
+        unfinished.unlink(missing_ok=True)
 
 
 def _keep(line: LearnedLine) -> KeptLine | None:
@@ -192,7 +194,10 @@ def _read(path: Path) -> dict[str, KeptCosts]:
             raise ConfigError(f"router.costs_file: there is no directory {path.parent}")
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"router.costs_file: {path} has more than {MAX_BYTES} bytes")
-        return msgspec.json.decode(path.read_bytes(), type=KeptFile).models
+        content = path.read_bytes()
+        if not content.strip(b"\0"):
+            return {}  # as the crash of a machine may leave a file that was just replaced
+        return msgspec.json.decode(content, type=KeptFile).models
     except FileNotFoundError:
         return {}
     except OSError as exc:

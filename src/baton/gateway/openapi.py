@@ -23,10 +23,21 @@ from baton.gateway.targets import (
     TPOT_HEADER,
     TTFT_HEADER,
 )
-from baton.protocol.alerts import ALERTS_PATH
 from baton.protocol.engine_fields import VLLM_FIELDS
+from baton.protocol.gateway_http import (
+    ALERTS_PATH,
+    DASHBOARD_PATH,
+    DEMAND_PATH,
+    LINKS_PATH,
+    OPENAPI_PATH,
+    QUEUE_PATH,
+    READY_PATH,
+    REQUESTS_PATH,
+    ROUTE_PATH,
+    TRANSFERS_PATH,
+    WORKERS_PATH,
+)
 from baton.protocol.request_fields import ChatFields, CompletionFields
-from baton.protocol.request_traces import REQUESTS_PATH
 from baton.protocol.worker_http import (
     CHAT_COMPLETIONS_PATH,
     COMPLETIONS_PATH,
@@ -40,16 +51,6 @@ from baton.protocol.worker_http import (
     Version,
 )
 from baton.router.fair_queue import Priority
-
-OPENAPI_PATH: Final = "/openapi.json"
-READY_PATH: Final = "/ready"
-ROUTE_PATH: Final = "/debug/route"
-WORKERS_PATH: Final = "/debug/workers"
-QUEUE_PATH: Final = "/debug/queue"
-DEMAND_PATH: Final = "/debug/demand"
-LINKS_PATH: Final = "/debug/links"
-DASHBOARD_PATH: Final = "/dashboard"
-TRANSFERS_PATH: Final = "/debug/transfers"
 
 Json: TypeAlias = dict[str, Any]
 

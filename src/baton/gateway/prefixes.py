@@ -7,6 +7,7 @@ import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,9 +18,12 @@ from prometheus_client.registry import Collector
 from baton.auth.ticket import hash_tenant
 from baton.config.cluster_key import is_loopback
 from baton.errors import ConfigError
+from baton.gateway.placing import find_largest_context
 from baton.gateway.prompt_tokenizer import NUM_THREADS, PromptTokenizer
 from baton.kv.prefix_names import PrefixNames, salt_of_adapter
+from baton.net.daemon_thread import begin_call
 from baton.router.prefixes import ModelPrefixes, PromptMatch
+from baton.telemetry.log_limit import LimitedLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,6 +65,7 @@ class Prefixes:
         self._tokenizers: dict[str, PromptTokenizer | str] = {}
         self._loading: dict[str, asyncio.Task[PromptTokenizer | str]] = {}
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._log = LimitedLog(log, clock)
         tokens = Counter(
             "baton_router_cached_tokens",
             "Tokens of prompts that their worker was predicted to have, that it had, and both.",
@@ -158,11 +163,12 @@ class Prefixes:
         return tokenizer
 
     async def _read(self, model: str) -> PromptTokenizer | str:
-        loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(
-                self._threads, PromptTokenizer, self._folder(model), self._clock, self._threads
-            )
+            folder = self._folder(model)
+            # Not on `self._threads`: what they refuse for want of a thread they do later, too.
+            room = partial(find_largest_context, self._workers, model)
+            read = partial(PromptTokenizer, folder, self._clock, self._threads, room)
+            return await asyncio.wrap_future(begin_call("read-tokenizer", read))
         except ConfigError as exc:
             log.warning(
                 "prompts of %r are not tokenized here, so cached prefixes are not found: %s",
@@ -170,6 +176,11 @@ class Prefixes:
                 exc,
             )
             return str(exc)
+        except Exception as exc:  # noqa: BLE001 - no prompt may fail for it, whatever it is
+            del self._loading[model]  # the next prompt has it read again: it may pass
+            why = f"the tokenizer of {model!r} cannot be read now: {exc!r}"
+            self._log.warning("tokenizer", why)
+            return why
 
     def _forget_other_tokenizer(self, model: str, worker: WorkerId) -> None:
         """The next prompt has it read again, if this worker has another one, or the first one."""
@@ -196,8 +207,8 @@ class Prefixes:
             if folder is not None:
                 return folder
         raise ConfigError(
-            "no worker on this machine names a folder with its tokenizer; give one in "
-            "[router.tokenizers]"
+            "no worker on this machine names a folder whose tokenizer can be read here; give one "
+            "in [router.tokenizers]"
         )
 
 
@@ -218,5 +229,8 @@ def _folder_of(worker: Worker, model: str) -> Path | None:
     if info is None or info.served_model_name != model or not is_loopback(worker.url.host or ""):
         return None
     folder = Path(info.model)
-    is_there = folder.is_absolute() and (folder / "tokenizer.json").is_file()
+    try:
+        is_there = folder.is_absolute() and (folder / "tokenizer.json").is_file()
+    except OSError:  # this user may not enter the folder, or its file system does not answer
+        return None
     return folder if is_there else None

@@ -49,7 +49,6 @@ from baton.gateway.management_key import ManagementKey
 from baton.gateway.members.listener import open_announcements
 from baton.gateway.members.membership import Membership
 from baton.gateway.metrics import GatewayMetrics, HealthCollector, RouterCollector
-from baton.gateway.openapi import DASHBOARD_PATH
 from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
@@ -82,6 +81,7 @@ from baton.net.http_server import (
     url_of,
 )
 from baton.net.tls import ServerTls
+from baton.protocol.gateway_http import DASHBOARD_PATH
 from baton.router.failover import RetryBudget
 from baton.router.load import FleetLoad
 from baton.router.room import FleetRoom

@@ -12,7 +12,6 @@ Each has its own tickets' issuer, placement, limits, quotas, retry budget and ma
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from baton.errors import BatonError, ProtocolError
 from baton.net.http_server import bind_shared, ignore_relayed, inherit
+from baton.net.parent_process import exit_with_parent
 from baton.telemetry.process_status import Draining, Ready, StatusReporter, read_status
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ RESTART_DELAY_S: Final = 0.5
 MAX_RETRY_S: Final = 30.0
 KILL_MARGIN_S: Final = 5.0
 """How much longer than its own drain timeout a process may take before it is killed."""
-PR_SET_PDEATHSIG: Final = 1
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
 log = logging.getLogger(__name__)
@@ -215,9 +214,7 @@ class ProcessGroup:
 def _leave_terminal(parent: int) -> None:
     """Ctrl-C is the parent's to handle; its death is a process's end."""
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
+    exit_with_parent(parent, signal.SIGTERM)
 
 
 def _reap() -> tuple[int, int] | None:

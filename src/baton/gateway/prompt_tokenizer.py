@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,10 +27,11 @@ from baton.tokenizer.chat_template import (
     template_variables,
 )
 from baton.tokenizer.digest import digest_tokenizer
+from baton.tokenizer.long_texts import MIN_PIECE_CHARS, is_too_long
 from baton.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import ThreadPoolExecutor
     from pathlib import Path
 
@@ -92,6 +94,13 @@ class _Message(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
+class _LongText(NamedTuple):
+    """Perhaps too long for the model's context. `special`: whether special tokens are added."""
+
+    text: str
+    special: bool
+
+
 _texts = msgspec.json.Decoder(str)
 _ids = msgspec.json.Decoder(list[int])
 _messages = msgspec.json.Decoder(list[_Message])
@@ -105,15 +114,24 @@ _lists = msgspec.json.Decoder(list[object] | None)
 class PromptTokenizer:
     """One model's. Owner: the event loop's thread; long texts are handled on `threads`.
 
+    `max_context_tokens` gives what some worker has room for: of a text of more tokens, only the
+    beginning is tokenized, and there are no ids.
+
     Raises:
         ConfigError: the folder has no tokenizer that can be read.
     """
 
-    def __init__(self, model: Path, clock: Clock, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        model: Path,
+        clock: Clock,
+        threads: ThreadPoolExecutor,
+        max_context_tokens: Callable[[], int],
+    ) -> None:
         self.digest = digest_tokenizer(model)
         self._tokenizer: Tokenizer = load_tokenizer(model)
         self._template: ChatTemplate | None = load_chat_template(model, clock)
-        self._threads = threads
+        self._threads, self._max_context_tokens = threads, max_context_tokens
         self._remembered: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
         self._num_remembered = 0
         self._seed = secrets.randbits(64)
@@ -139,11 +157,14 @@ class PromptTokenizer:
         work = self._chat if "messages" in fields else self._complete
         try:
             if num_bytes <= NUM_INLINE_BYTES:
-                ids = work(fields)
+                found = work(fields)
             else:
                 loop = asyncio.get_running_loop()
-                ids = await loop.run_in_executor(self._threads, work, fields)
-        except (BatonError, OverflowError, *UNDECODABLE):
+                found = await loop.run_in_executor(self._threads, work, fields)
+            ids = await self._encode_long(found) if isinstance(found, _LongText) else found
+        except (BatonError, OverflowError, RuntimeError, *UNDECODABLE):
+            return None  # RuntimeError: no thread can be started
+        if ids is None:
             return None
         if self._template is None or self._template.is_timeless or "messages" not in fields:
             self._remember(key, ids)
@@ -157,14 +178,27 @@ class PromptTokenizer:
                 _, oldest = self._remembered.popitem(last=False)
                 self._num_remembered -= len(oldest) + ENTRY_TOKENS
 
-    def _complete(self, fields: dict[str, msgspec.Raw]) -> NDArray[np.int32]:
+    async def _encode_long(self, long: _LongText) -> NDArray[np.int32] | None:
+        """Token ids of a text that may fit; None of one that no worker has room for."""
+        tokenizer, threads = self._tokenizer, self._threads
+        if await is_too_long(tokenizer, long.text, self._max_context_tokens(), threads):
+            return None
+        encode = partial(tokenizer.encode, long.text, add_special_tokens=long.special)
+        return await asyncio.get_running_loop().run_in_executor(threads, encode)
+
+    def _encode(self, text: str, *, special: bool) -> NDArray[np.int32] | _LongText:
+        if len(text) > MIN_PIECE_CHARS:
+            return _LongText(text, special)
+        return self._tokenizer.encode(text, add_special_tokens=special)
+
+    def _complete(self, fields: dict[str, msgspec.Raw]) -> NDArray[np.int32] | _LongText:
         prompt = fields.get("prompt", ABSENT)
         if bytes(memoryview(prompt)[:1]) == b"[":
             return np.array(_ids.decode(prompt), dtype=np.int32)
         special = _read_flag(fields, default=True)
-        return self._tokenizer.encode(_texts.decode(prompt), add_special_tokens=special)
+        return self._encode(_texts.decode(prompt), special=special)
 
-    def _chat(self, fields: dict[str, msgspec.Raw]) -> NDArray[np.int32]:
+    def _chat(self, fields: dict[str, msgspec.Raw]) -> NDArray[np.int32] | _LongText:
         if self._template is None:
             raise ConfigError("this model has no chat template")
         messages = [_for_template(each) for each in _messages.decode(fields["messages"])]
@@ -177,7 +211,7 @@ class PromptTokenizer:
         tools = _lists.decode(fields.get("tools", b"null"))
         text = self._template.render(messages, variables, tools)
         special = _read_flag(fields, default=False)
-        return self._tokenizer.encode(text, add_special_tokens=special)
+        return self._encode(text, special=special)
 
 
 def _read_flag(fields: dict[str, msgspec.Raw], *, default: bool) -> bool:

@@ -32,9 +32,10 @@ from baton.gateway.errors import (
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.request_context import RequestContext, Services, note_error
-from baton.gateway.stream_record import DONE, END_OF_EVENT, ERROR_EVENT, StreamRecord
+from baton.gateway.stream_record import DONE, ERROR_EVENT, StreamRecord
 from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import (
+    END_OF_STREAM,
     FIRST_TOKEN_AGE_HEADER,
     PROMPT_TOKENS_HEADER,
     REQUEST_ID_HEADER,
@@ -354,7 +355,7 @@ def find_missing_end(context: RequestContext, record: StreamRecord) -> bytes | N
     """What a stream lacks of which the client has the answer; None: more than `[DONE]`."""
     if context.tail.rstrip().endswith(DONE):
         return b""
-    return DONE + END_OF_EVENT if record.has_usage else None
+    return END_OF_STREAM if record.has_usage else None
 
 
 def _join_tail(tail: bytes, events: bytes) -> bytes:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.gateway.answer_merge import AnswerMerger, EventSplitter
 from baton.gateway.asgi import JSON, send_whole
-from baton.gateway.errors import AnswerError, ErrorAnswer, UpstreamError
+from baton.gateway.errors import AnswerError, ErrorAnswer, UpstreamError, answer_for
 from baton.gateway.metrics import Phase
 from baton.gateway.request import CompletionBody, find_non_disaggregable_field
 from baton.gateway.request_proxy import RequestProxy
@@ -138,7 +138,9 @@ class SeveralAnswers:
     async def _take_whole(self, index: int, answer: bytes) -> None:
         self._num_bytes += len(answer)
         if self._num_bytes > self._services.options.max_answer_bytes:
-            raise UpstreamError("the answers together are longer than gateway.max_answer_bytes")
+            too_long = "the answers together are longer than gateway.max_answer_bytes"
+            # As itself it would be its worker's failure, and another worker would compute it again.
+            raise AnswerError(answer_for(UpstreamError(too_long)))
         self._answers[index], self._context.phase = answer, Phase.DECODE
 
     async def _take_events(self, index: int, events: list[bytes]) -> None:

@@ -115,9 +115,12 @@ class StreamMoves:
         is_due = now >= self._next_balance_at
         if setting == "auto" and isinstance(placement, CostPolicy) and is_due:
             self._next_balance_at = Instant(now + BALANCE_S)
+            streams: dict[str, list[RunningStream]] = {}
+            for stream in self._services.streams.all():
+                streams.setdefault(stream.context.model, []).append(stream)
             for model, served in self._services.workers.fleet.models.items():
                 if len(served.decodes) > 1:
-                    self._rebalance(model, served, placement, now)
+                    self._rebalance(served, streams.get(model, []), placement, now)
 
     def _drain(self, now: Instant) -> None:
         services = self._services
@@ -148,30 +151,37 @@ class StreamMoves:
         return COPY_TIMEOUT_S if stream.num_too_slow else predicted
 
     def _rebalance(
-        self, model: str, served: ModelWorkers, policy: CostPolicy, now: Instant
+        self,
+        served: ModelWorkers,
+        streams: Iterable[RunningStream],
+        policy: CostPolicy,
+        now: Instant,
     ) -> None:
-        services = self._services
+        services, model = self._services, served.decodes[0].model
         views = {w.id: w for w in served.decodes if w.resumes_streams}
-        due = [
-            stream
-            for stream in services.streams.all()
-            if stream.context.model == model and stream.decode.id in views and stream.is_due(now)
-        ]
-        tpot_s, itl_s = services.admission.tpot_s, services.admission.itl_s
-        loads = [
-            stream.load(
-                key,
-                tpot_s(stream.context) or policy.tpot_limit_s,
-                itl_s(stream.context) or inf,
-                views=views.values(),
-            )
-            for key, stream in enumerate(due)
-        ]
+        due = [stream for stream in streams if stream.decode.id in views and stream.is_due(now)]
         full, seen = services.admission.find_full(model), measure_paces(due, now)
-        paces = [
-            find_pace(view, services.load, now, seen_s=seen.get(view.id), is_full=view.id in full)
+        paces = {
+            view.id: find_pace(
+                view, services.load, now, seen_s=seen.get(view.id), is_full=view.id in full
+            )
             for view in views.values()
+        }
+        tpot_s, itl_s = services.admission.tpot_s, services.admission.itl_s
+        limits = [
+            (tpot_s(stream.context) or policy.tpot_limit_s, itl_s(stream.context) or inf)
+            for stream in due
         ]
+        loads = []
+        # Mostly no worker is to be left: then it does not matter how long each stream is.
+        if any(pace.lacks_blocks for pace in paces.values()) or any(
+            paces[stream.decode.id].exceeds(*limit)
+            for stream, limit in zip(due, limits, strict=True)
+        ):
+            loads = [
+                stream.load(key, *limit, views=views.values())
+                for key, (stream, limit) in enumerate(zip(due, limits, strict=True))
+            ]
 
         def cost_s(source: WorkerId, target: WorkerId, num_tokens: int) -> float:
             one, other = views[source], views[target]
@@ -181,7 +191,7 @@ class StreamMoves:
             return handoffs.cost_of(views[source], views[target]).predict(num_tokens)
 
         rebalancer = self._rebalancers.setdefault(model, Rebalancer())
-        for move in rebalancer.find_moves(loads, paces, cost_s, now):
+        for move in rebalancer.find_moves(loads, list(paces.values()), cost_s, now):
             stream, target = due[move.key], views[move.target]
             if not self._num_moving[stream.decode.id, target.id]:
                 self._begin(stream, target, move.cause)

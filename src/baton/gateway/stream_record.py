@@ -30,6 +30,10 @@ CHUNK_OVERHEAD_BYTES: Final = 64
 END_OF_EVENT: Final = b"\n\n"
 DATA: Final = b"data: "
 DONE: Final = b"data: [DONE]"
+FINISH: Final = b'"finish_reason"'
+NO_FINISH: Final = b'"finish_reason":null'
+USAGE: Final = b'"usage"'
+NO_USAGE: Final = b'"usage":null'
 ERROR_EVENT: Final = b'data: {"error"'
 COMMENT: Final = b":"
 
@@ -159,8 +163,18 @@ class StreamRecord:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the client has got the reason for which the answer ends, or what follows it."""
-        return any(map(_has_finish, self._last.split(END_OF_EVENT)))
+        """Whether the client has got the reason for which the answer ends, or what follows it.
+
+        It is read for each stream all the time: events with `null` in these fields are not decoded.
+        """
+        last = self._last
+        if (
+            DONE not in last
+            and last.count(FINISH) == last.count(NO_FINISH)
+            and last.count(USAGE) == last.count(NO_USAGE)
+        ):
+            return False
+        return any(map(_has_finish, last.split(END_OF_EVENT)))
 
     @property
     def has_usage(self) -> bool:

@@ -14,7 +14,8 @@ import msgspec
 
 from baton.errors import UNDECODABLE
 from baton.gateway.errors import ReplayDiffersError
-from baton.gateway.stream_record import DATA, END_OF_EVENT
+from baton.gateway.stream_record import DATA, DONE, END_OF_EVENT
+from baton.protocol.worker_http import END_OF_STREAM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 Fields: TypeAlias = "dict[str, Any]"
 Key: TypeAlias = "tuple[object, ...]"
 
-DONE: Final = b"data: [DONE]\n\n"
 ONCE_IN_CHOICE: Final = frozenset({"finish_reason", "stop_reason", "prompt_token_ids"})
 ONCE_IN_DELTA: Final = frozenset({"role"})
 ONCE_IN_CALL: Final = frozenset({"id", "type"})
@@ -118,9 +118,9 @@ class Replay:
                     self._once[key] = holder[name]
 
     def _left_of(self, event: bytes) -> bytes:
-        if event == DONE[: -len(END_OF_EVENT)]:
+        if event == DONE:
             self._check_caught_up()
-            return DONE
+            return END_OF_STREAM
         fields = _read(event)
         if fields is None:
             return b""

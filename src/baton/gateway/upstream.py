@@ -6,13 +6,14 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from baton.errors import UNDECODABLE
 from baton.gateway.connection_pool import ConnectionPool
-from baton.gateway.errors import WorkerUnreachableError
+from baton.gateway.errors import UpstreamError, WorkerUnreachableError
 from baton.gateway.multiplexed_streams import WorkerMultiplexes
 from baton.net.tls import ClusterTls
 from baton.protocol.worker_http import (
@@ -38,6 +39,9 @@ BUFFER_BYTES: Final = 64 << 10
 """Of what TLS decrypts at a time: some of its records, which have 16 KiB at most."""
 
 MOST_ROUTES: Final = 4096
+MOST_ABORTS: Final = 16
+"""To one origin at once, over connections that the next ones use again. Many handoffs may end
+together: a connection for each would cost a handshake each, and more than their worker admits."""
 JSON_AND_LENGTH: Final = b"content-type: application/json\r\ncontent-length: "
 
 
@@ -66,6 +70,7 @@ class Upstream:
         self._pools: dict[URL, ConnectionPool] = {}
         self._post_routes: dict[URL, PostRoute] = {}
         self._multiplexes: dict[ConnectionPool, WorkerMultiplexes] = {}
+        self._abort_slots: dict[URL, asyncio.Semaphore] = {}
 
     def close(self) -> None:
         """Close every connection."""
@@ -135,8 +140,13 @@ class Upstream:
         Raises:
             UpstreamError: it could not be notified.
         """
+        origin, url = base_url.origin(), base_url.with_path(abort_path(ticket))
+        slots = self._abort_slots.setdefault(origin, asyncio.Semaphore(MOST_ABORTS))
         body = msgspec.json.encode({"reason": reason})
-        await self.ask(base_url.with_path(abort_path(ticket)), body, self._connect_timeout_s)
+        async with _answered_within(self._connect_timeout_s, url), slots:
+            status, reply = await _read_whole(await self.post(url, body), MAX_SMALL_ANSWER_BYTES)
+        if status != HTTPStatus.NO_CONTENT:
+            raise UpstreamError(f"{origin} answered {status} ({read_error(reply)})")
 
     def forget_unused(self, origins: Collection[URL]) -> None:
         """Forget all but these origins, once no connection to them is open."""
@@ -148,6 +158,8 @@ class Upstream:
         if dropped:
             self._pools = {at: pool for at, pool in self._pools.items() if at not in dropped}
             self._multiplexes = {p: self._multiplexes[p] for p in self._pools.values()}
+            for origin in dropped:
+                self._abort_slots.pop(origin, None)
             self._post_routes = {
                 url: route
                 for url, route in self._post_routes.items()
@@ -189,7 +201,7 @@ class Upstream:
         return WorkerMultiplexes(
             pool.connect,
             lambda connection: connection.send(ask + b"0\r\n\r\n"),
-            lambda slot: leave(slot, self._connect_timeout_s),
+            lambda stream_ref: leave(stream_ref, self._connect_timeout_s),
             pool.is_current,
         )
 

@@ -352,7 +352,11 @@ class Workers:
         if before is None or before.epoch != info.epoch:
             worker.why_no_handoffs = None
         has_other_adapters = worker.adapters != adapters
-        worker.adapters, worker.has_drained = adapters, False
+        if has_other_adapters:
+            # One object for all workers that have the same: each new fleet compares them.
+            alike = (each.adapters for each in self.all if each.adapters == adapters)
+            worker.adapters = next(alike, adapters)
+        worker.has_drained = False
         self.change(worker, Up(info) if worker.why_withdrawn is None else Draining(info))
         if has_other_adapters:
             log.info("%s has the adapters: %s", worker, ", ".join(sorted(adapters)) or "none")

@@ -8,9 +8,6 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-ALERTS_PATH: Final = "/alerts"
-RUNBOOK_PATH: Final = "/dashboard/runbook.html"
-"""A page with a section for each alert, under its name in lower case."""
 MAX_ALERTS: Final = 512
 """On the page."""
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from baton.telemetry.timeline import ComparedTime, Lane, LayerTransfer
 from baton.telemetry.trace import RequestSpan, TraceSummary
-
-REQUESTS_PATH: Final = "/debug/requests"
 
 
 class ListedRequest(msgspec.Struct, frozen=True, kw_only=True):

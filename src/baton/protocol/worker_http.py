@@ -39,7 +39,7 @@ TOKENS_SUFFIX: Final = "/tokens"
 MAX_NEXT_TOKENS_BYTES: Final = 1 << 20
 MULTIPLEX_PATH: Final = "/baton/v1/multiplex"
 LEAVE_MULTIPLEX_PATH: Final = "/baton/v1/multiplex/leave"
-MAX_SLOT_BYTES: Final = 64
+MAX_STREAM_REF_BYTES: Final = 64
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 TIMEOUT_HEADER: Final = "x-baton-timeout-s"
@@ -61,6 +61,9 @@ MAX_SEED_DIGITS: Final = 19
 MULTIPLEX_HEADER: Final = "x-baton-multiplex"
 """Of a request whose stream may come with others over one connection, `ID.NUMBER`; of an answer
 that does, and of that connection's own, `ID`."""
+
+END_OF_STREAM: Final = b"data: [DONE]\n\n"
+"""The last event of an answer that is streamed."""
 
 MAX_ABORT_BYTES: Final = 4096
 MAX_REASON_CHARS: Final = 500

@@ -16,6 +16,7 @@ File map:
     modes.py        `choose_mode`: how the KV gets from one to the other, and why
     pairing.py      `PairingPolicy`: a decode worker, then a prefill worker for it
     simple.py       `RoundRobin`, `LeastLoaded`, `RandomChoice`
+    prefix.py       `PrefixPolicy`: to where a prompt's beginning is cached
     cost.py         `CostPolicy`: one worker or two, by what the client will see
                     cost_parts.py: what each worker adds to a cost; pair_search.py: likely pairs;
                     devices.py: workers that share a GPU or a core
@@ -28,6 +29,10 @@ File map:
     room.py         `FleetRoom`: how many more requests the workers can use
     admission.py    `AdmissionQueue`: those that wait for that, and who is refused early;
                     fair_queue.py: whose turn it is; drain_rate.py: how fast they are taken
+    split_prompts.py      a long prompt that two workers compute at the same time
+    rebalance.py    `Rebalancer`: which running streams move, and where to
+    demand_report.py      what a gateway reports of a model's traffic; scaling.py: how many workers
+                    of each role that needs
     explanation.py  `explain`: every candidate of a policy, and what it compares
     failover.py     what to do when a worker fails
     health.py       `WorkerHealth`: who is ejected, gets a trial request, or a growing share

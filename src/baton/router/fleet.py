@@ -165,9 +165,13 @@ class Fleet:
         """Index the workers."""
         by_model: dict[str, list[WorkerView]] = {}
         adapters: dict[str, str] = {}
+        # Mostly all workers of a model have the same.
+        added: set[tuple[str, frozenset[str]]] = set()
         for worker in workers:
             by_model.setdefault(worker.model, []).append(worker)
-            if worker.adapters and worker.decodes:
+            own = worker.model, worker.adapters
+            if worker.adapters and worker.decodes and own not in added:
+                added.add(own)
                 adapters = dict.fromkeys(worker.adapters, worker.model) | adapters
         models = {model: ModelWorkers.of(served) for model, served in by_model.items()}
         return cls(models, absent_prefills, adapters)

@@ -14,7 +14,6 @@ below what a nearer line has learned, or above what a farther one has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
@@ -63,6 +62,17 @@ class LinkCost:
         return self.byte_s if self.encoded_byte_s is None else self.encoded_byte_s
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLinks:
+    """What one worker has measured, by `(from, to)`, and `[latency_s, kv_byte_s]` by distance.
+
+    Grouped once: with every new report of any worker all workers' are looked at.
+    """
+
+    links: Mapping[tuple[WorkerId, WorkerId], LinkCost]
+    by_distance: Mapping[Distance, NDArray[np.float64]]
+
+
 DEFAULTS: Final[Mapping[Distance, LinkCost]] = {
     Distance.SAME_DEVICE: LinkCost(20e-6, 1 / 20e9),
     Distance.SAME_HOST: LinkCost(30e-6, 1 / 8e9),
@@ -90,6 +100,19 @@ def guess_exposed(link: LinkCost, shape: KVShape, prefill_token_s: float) -> tup
     return MESSAGES_S + link.latency_s, max(least_s, moved_s - hidden_s) / num
 
 
+def group_links(
+    measured: Iterable[tuple[WorkerView, WorkerView, LinkCost]], places: Places
+) -> WorkerLinks:
+    """What one worker has measured: links from the one to the other."""
+    links: dict[tuple[WorkerId, WorkerId], LinkCost] = {}
+    found: dict[Distance, list[tuple[float, float]]] = {}
+    for one, other, link in measured:
+        links[one.id, other.id] = link
+        alike = found.setdefault(places.distance(one.topology, other.topology), [])
+        alike.append((link.latency_s, link.kv_byte_s))
+    return WorkerLinks(links, {each: np.array(alike) for each, alike in found.items()})
+
+
 class HandoffCosts:
     """One model's. Owner: the gateway's thread. `prefill` is the model's line for prompts.
 
@@ -105,19 +128,22 @@ class HandoffCosts:
         self.pairs: dict[tuple[WorkerId, WorkerId], WorkerCost] = {}
         self.lines = tuple(LearnedLine(self._guess(each)) for each in Distance)
 
-    def note_links(
-        self, links: Mapping[tuple[WorkerView, WorkerView], LinkCost], shape: KVShape | None
-    ) -> None:
-        """What workers have measured, by `(from, to)`; replaces what was known."""
+    def note_links(self, measured: Iterable[WorkerLinks], shape: KVShape | None) -> None:
+        """What workers have measured; replaces what was known.
+
+        Of a pair that both have measured, the later one's link is taken; at their distance both
+        count.
+        """
         self._shape = shape or KVShape()
-        self.links = {(one.id, other.id): link for (one, other), link in links.items()}
-        found: dict[Distance, list[LinkCost]] = {}
-        for (one, other), link in links.items():
-            found.setdefault(self.distance(one, other), []).append(link)
+        links: dict[tuple[WorkerId, WorkerId], LinkCost] = {}
+        found: dict[Distance, list[NDArray[np.float64]]] = {}
+        for worker in measured:
+            links.update(worker.links)
+            for distance, alike in worker.by_distance.items():
+                found.setdefault(distance, []).append(alike)
+        self.links = links
         self._measured = {
-            distance: LinkCost(
-                median(each.latency_s for each in alike), median(each.kv_byte_s for each in alike)
-            )
+            distance: LinkCost(*np.median(np.concatenate(alike), axis=0).tolist())
             for distance, alike in found.items()
         }
         self._guess_again()

@@ -83,6 +83,10 @@ class WorkerPace:
     gap_s: float = 0.0
     next_gap_s: float = 0.0
 
+    def exceeds(self, limit_s: float, gap_limit_s: float) -> bool:
+        """Whether a token, or a gap between two, takes longer."""
+        return self.pace_s > limit_s or self.gap_s > gap_limit_s
+
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
@@ -168,8 +172,7 @@ class Rebalancer:
 def _find_cause(worker: WorkerPace, least: _Limits) -> MoveCause | None:
     if worker.lacks_blocks:
         return MoveCause.PRESSURE
-    is_slow = worker.pace_s > least.limit_s or worker.gap_s > least.gap_limit_s
-    return MoveCause.SLOW if is_slow else None
+    return MoveCause.SLOW if worker.exceeds(least.limit_s, least.gap_limit_s) else None
 
 
 def _find_least(streams: Sequence[StreamLoad]) -> _Limits:

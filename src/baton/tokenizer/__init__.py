@@ -5,4 +5,6 @@ make them.
 
     tokenizer.py        text to token ids and back
     chat_template.py    messages to text
+    long_texts.py       whether a text has too many tokens
+    digest.py           whether two processes make the same token ids
 """

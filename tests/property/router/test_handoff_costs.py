@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -17,6 +19,7 @@ from baton.router.handoff_costs import (
     HandoffCosts,
     KVShape,
     LinkCost,
+    group_links,
     guess_exposed,
 )
 from baton.router.learning import PromptLine
@@ -38,6 +41,12 @@ P, NEAR, FAR = view("p", "z/r0/h0"), view("near", "z/r0/h1"), view("far", "z/r1/
 
 def costs_of(prefill_token_s: float = 5e-5) -> HandoffCosts:
     return HandoffCosts(PromptLine((0.005, prefill_token_s)))
+
+
+def note_links(
+    costs: HandoffCosts, links: list[tuple[WorkerView, WorkerView, LinkCost]], shape: KVShape
+) -> None:
+    costs.note_links([group_links(links, costs.places)], shape)
 
 
 links = st.builds(LinkCost, st.floats(0, 1.0), st.floats(1e-12, 1e-5))
@@ -72,14 +81,14 @@ def test_defaults_grow_with_the_distance_and_are_marked_so():
 
 def test_measured_links_give_the_first_guess_of_their_distance():
     costs = costs_of()
-    costs.note_links({}, KVShape(8192, 4))
+    costs.note_links([], KVShape(8192, 4))
     before = costs.cost_of(P, NEAR).predict(1000)
-    costs.note_links({(P, FAR): SLOW}, KVShape(8192, 4))
+    note_links(costs, [(P, FAR, SLOW)], KVShape(8192, 4))
     assert costs.explain(P, FAR) == "same_zone, measured"
     assert costs.explain(P, NEAR) == "same_rack, default"
     assert costs.cost_of(P, FAR).predict(1000) == pytest.approx(0.004 + 8.192 / 12.5 - 0.0375)
     assert costs.cost_of(P, NEAR).predict(1000) == pytest.approx(before)
-    costs.note_links({}, None)
+    costs.note_links([], None)
     assert costs.explain(P, FAR) == "same_zone, default"
 
 
@@ -145,8 +154,8 @@ def test_kv_that_is_encoded_on_a_link_is_predicted_as_it_goes_there():
     shape, other = KVShape(8192, 4), view("other", "z/r9/h9")
     encoded = replace(SLOW, encoding="int8/1", encoded_byte_s=SLOW.byte_s / 2)
     raw, lossy = costs_of(), costs_of()
-    raw.note_links({(P, FAR): SLOW}, shape)
-    lossy.note_links({(P, FAR): encoded}, shape)
+    note_links(raw, [(P, FAR, SLOW)], shape)
+    note_links(lossy, [(P, FAR, encoded)], shape)
     fixed = raw.cost_of(P, FAR).predict(0)
     exposed = [costs.cost_of(P, FAR).predict(1000) - fixed for costs in (raw, lossy)]
     assert exposed[0] == pytest.approx(8.192 / 12.5 - 0.0375)
@@ -154,8 +163,30 @@ def test_kv_that_is_encoded_on_a_link_is_predicted_as_it_goes_there():
     loads = [costs.predict_load(P, FAR, 1000) - fixed for costs in (raw, lossy)]
     assert loads == pytest.approx([8.192 / 12.5, 8.192 / 25])
     both = costs_of()
-    both.note_links({(P, FAR): encoded, (P, other): SLOW}, shape)
+    note_links(both, [(P, FAR, encoded), (P, other, SLOW)], shape)
     fixed = both.cost_of(P, FAR).predict(0)
     assert both.distance(P, FAR) == both.distance(P, other)
     loads = [both.predict_load(P, decode, 1000) - fixed for decode in (FAR, other)]
     assert loads == pytest.approx([8.192 / 25, 8.192 / 12.5])
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from([P, NEAR, FAR]), st.sampled_from([P, NEAR, FAR]), links)
+        ),
+        max_size=4,
+    )
+)
+def test_a_distance_has_the_median_of_all_that_workers_have_measured(of_workers):
+    costs = costs_of()
+    costs.note_links([group_links(each, costs.places) for each in of_workers], None)
+    last = {(one.id, other.id): link for each in of_workers for one, other, link in each}
+    assert costs.links == last
+    found = {}
+    for one, other, link in itertools.chain(*of_workers):
+        found.setdefault(costs.distance(one, other), []).append(link.byte_s)
+    for distance in Distance:
+        rate = costs.measured_rate(distance)
+        expected = median(found[distance]) if distance in found else None
+        assert rate == (None if expected is None else pytest.approx(1 / expected))

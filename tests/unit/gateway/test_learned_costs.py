@@ -1,18 +1,20 @@
 """What was learned of workers' speed outlives the gateway that learned it."""
 
 import asyncio
+import errno
 import json
 import os
 import threading
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from baton.auth.ticket import WorkerRef
 from baton.errors import ConfigError
 from baton.gateway import learned_costs
-from baton.gateway.learned_costs import keep_costs
+from baton.gateway.learned_costs import KeptCosts, KeptFile, keep_costs
 from baton.ids import Epoch, WorkerId
 from baton.protocol.worker_http import Role
 from baton.router.fleet import WorkerView
@@ -115,7 +117,7 @@ def test_handoffs_are_kept_by_distance(tmp_path):
         line = handoffs.lines[distance]
         assert again.lines[distance].guess == (line.fixed, line.each)
         assert again.source(distance) == "kept"
-    again.note_links({}, None)
+    again.note_links([], None)
     assert again.lines[Distance.SAME_ZONE].guess[1] == handoffs.lines[Distance.SAME_ZONE].each
     assert again.lines[Distance.SAME_RACK].each <= again.lines[Distance.SAME_ZONE].each
 
@@ -214,6 +216,46 @@ def test_a_file_that_becomes_garbage_is_written_anew(tmp_path, caplog):
     keep(path, load, break_it)
     assert "demo" in json.loads(path.read_text())["models"]
     assert "it is replaced by what this gateway has learned" in caplog.text
+
+
+def test_two_gateways_of_the_same_process_id_may_write_it_at_once(tmp_path, monkeypatch, caplog):
+    """As in containers, where each is process 1."""
+    path, replace_file, num_writing = tmp_path / "costs.json", Path.replace, 0
+
+    def write(model):
+        learned_costs._write(path, KeptFile({model: KeptCosts()}))
+
+    def replace_late(unfinished, target):
+        nonlocal num_writing
+        num_writing += 1
+        if num_writing == 1:
+            write("of another gateway")
+        return replace_file(unfinished, target)
+
+    monkeypatch.setattr(Path, "replace", replace_late)
+    write("of this gateway")
+    assert num_writing == 2
+    assert list(json.loads(path.read_text())["models"]) == ["of this gateway"]
+    assert not caplog.records
+    assert {each.name for each in tmp_path.iterdir()} == {"costs.json"}
+
+
+def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    learned_costs._write(tmp_path / "costs.json", KeptFile({}))
+    assert "no space left" in caplog.text
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("content", [b"", bytes(300)])
+def test_what_a_crash_leaves_of_the_file_is_no_costs(tmp_path, content):
+    path, load = tmp_path / "costs.json", FleetLoad()
+    path.write_bytes(content)
+    keep(path, load, lambda: teach(load, 20))
+    assert "demo" in json.loads(path.read_text())["models"]
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 from baton.config.sections import AlertsSection
@@ -15,12 +17,18 @@ from baton.events.blocks import (
 from baton.gateway.alerts.observations import Observations
 from baton.gateway.alerts.rules import AlertRules
 from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.options import WorkerAddress
 from baton.gateway.prefixes import Prefixes
+from baton.gateway.request import parse_body
 from baton.gateway.workers import Workers
 from baton.ids import WorkerId
+from baton.models import DEMO_MODEL_PATH
 from baton.protocol.alerts import AlertName
+from baton.protocol.worker_http import Role
 from baton.router.prefix_index import PrefixIndex
 from baton.testing.clocks import ManualClock
+from baton.tokenizer.tokenizer import load_tokenizer
+from tests.unit.gateway.test_workers import info
 
 if TYPE_CHECKING:
     import pytest
@@ -67,3 +75,55 @@ def test_hits_that_were_not_predicted_do_not_hide_those_that_failed() -> None:
     )
     (condition,) = rules.evaluate(seen, 5.0)
     assert condition.alert == AlertName.PREFIX_PREDICTION
+
+
+BODY = parse_body(b'{"model": "demo", "prompt": "a b"}')
+
+
+def test_a_folder_that_cannot_be_looked_into_is_as_none_and_another_workers_is_read() -> None:
+    """A name of 300 characters, of which the system says no more than of a folder of mode 0700."""
+    metrics = GatewayMetrics()
+    addresses = [WorkerAddress(f"http://127.0.0.1:{port}", Role.DECODE) for port in (1, 2)]
+    workers = Workers(addresses, metrics)
+    first, second = workers.all
+    workers.register(first, info(worker="first", model="/" + "x" * 300))
+    prefixes = Prefixes(workers, {}, ManualClock(), metrics.registry)
+
+    async def main() -> None:
+        for _ in range(2):
+            assert await prefixes.find(BODY) is None
+            prefixes.follow("demo", WorkerId("first"))
+        assert "no worker on this machine" in prefixes.not_tokenized["demo"]
+        workers.register(second, info(worker="second", model=str(DEMO_MODEL_PATH)))
+        prefixes.follow("demo", WorkerId("second"))
+        assert await prefixes.find(BODY) is not None
+
+    asyncio.run(main())
+    prefixes.close()
+
+
+def test_a_tokenizer_that_could_not_be_read_for_want_of_a_thread_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = GatewayMetrics()
+    folders = {"demo": DEMO_MODEL_PATH}
+    prefixes = Prefixes(Workers([], metrics), folders, ManualClock(), metrics.registry)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def main() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                assert await prefixes.find(BODY) is None
+        assert "can't start new thread" in caplog.text
+        assert len(caplog.records) == 1
+        found = await prefixes.find(BODY)
+        assert found is not None
+        assert found.token_ids is not None
+        expected = load_tokenizer(DEMO_MODEL_PATH).encode("a b", add_special_tokens=True)
+        assert found.token_ids.tolist() == expected.tolist()
+
+    asyncio.run(main())
+    prefixes.close()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,8 +17,13 @@ from baton.gateway.prompt_tokenizer import PromptTokenizer
 from baton.gateway.request import parse_body
 from baton.models import DEMO_MODEL_PATH
 from baton.testing.clocks import ManualClock
+from baton.tokenizer import long_texts
 from baton.worker.fields import parse_chat, parse_completion
-from tests.unit.worker.test_prompts import reader
+from tests.unit.worker.scripted_engine import TOKENIZER
+from tests.unit.worker.test_prompts import CountingTokenizer, reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 THREADS = ThreadPoolExecutor(2)
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -25,8 +31,12 @@ SHORT = [{"role": "user", "content": "a"}]
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 
-def make() -> PromptTokenizer:
-    return PromptTokenizer(DEMO_MODEL_PATH, ManualClock(), THREADS)
+def room(num_tokens: int) -> Callable[[], int]:
+    return lambda: num_tokens
+
+
+def make(max_context_tokens: int = 8192) -> PromptTokenizer:
+    return PromptTokenizer(DEMO_MODEL_PATH, ManualClock(), THREADS, room(max_context_tokens))
 
 
 def ids_at_the_gateway(tokenizer: PromptTokenizer, fields: dict) -> list[int] | None:
@@ -71,7 +81,7 @@ def test_a_template_gets_the_effort_as_a_workers_does(tmp_path):
     shutil.copy(DEMO_MODEL_PATH / "tokenizer.json", tmp_path)
     source = "{{ reasoning_effort | default('-') }}|{{ enable_thinking | default('-') }}"
     (tmp_path / "chat_template.jinja").write_text(source)
-    tokenizer = PromptTokenizer(tmp_path, ManualClock(), THREADS)
+    tokenizer = PromptTokenizer(tmp_path, ManualClock(), THREADS, room(8192))
     for effort, kwargs, text in (
         (None, {}, "-|-"),
         ("high", {}, "high|True"),
@@ -96,7 +106,7 @@ def test_tools_calls_and_results_reach_the_template(tmp_path):
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "b", "tool_call_id": "1"},
     ]
-    tokenizer = PromptTokenizer(tmp_path, ManualClock(), THREADS)
+    tokenizer = PromptTokenizer(tmp_path, ManualClock(), THREADS, room(8192))
     ids = ids_at_the_gateway(tokenizer, {"messages": messages, "tools": tools})
     text = json.dumps(tools) + 'useraassistant{"a": 1}toolb'
     assert ids == ids_at_the_worker("completions", {"prompt": text, "add_special_tokens": False})
@@ -107,7 +117,7 @@ def test_a_chat_whose_template_asks_for_the_time_is_rendered_each_time(tmp_path)
     template = tmp_path / "chat_template.jinja"
     template.write_text("{{ strftime_now('%S') }}{{ messages[0].content }}")
     clock = ManualClock()
-    tokenizer = PromptTokenizer(tmp_path, clock, THREADS)
+    tokenizer = PromptTokenizer(tmp_path, clock, THREADS, room(8192))
     before = ids_at_the_gateway(tokenizer, {"messages": SHORT})
     assert ids_at_the_gateway(tokenizer, {"messages": SHORT}) == before
     clock.advance(7)
@@ -144,7 +154,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ConfigError):
-        PromptTokenizer(tmp_path, ManualClock(), THREADS)
+        PromptTokenizer(tmp_path, ManualClock(), THREADS, room(8192))
 
 
 def test_prompts_that_differ_are_not_taken_for_one_another():
@@ -152,3 +162,67 @@ def test_prompts_that_differ_are_not_taken_for_one_another():
     fields: list[dict[str, Any]] = [{"prompt": "ab"}, {"prompt": "a"}, {"prompt": [1, 2]}]
     found = [ids_at_the_gateway(tokenizer, each) for each in fields]
     assert found == [ids_at_the_worker("completions", each) for each in fields]
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_chars"),
+    [
+        pytest.param("one word after another " * 40_000, 0, id="at no cost"),
+        pytest.param("7 " * 25_000, long_texts.MIN_PIECE_CHARS, id="of one piece"),
+    ],
+)
+@pytest.mark.parametrize("make_fields", [chat, lambda text: {"prompt": text}], ids=["chat", "text"])
+def test_of_a_text_that_no_worker_has_room_for_the_beginning_is_tokenized_at_most(
+    make_fields, text, num_chars
+):
+    tokenizer = make(4096)
+    counting = tokenizer._tokenizer = CountingTokenizer()
+    assert ids_at_the_gateway(tokenizer, make_fields(text)) is None
+    assert counting.num_chars == num_chars
+    assert ids_at_the_gateway(tokenizer, make_fields("short")) is not None
+
+
+def test_the_ids_of_a_long_text_that_fits_are_those_of_the_whole():
+    """It is first tokenized in pieces, within words."""
+    text = "extraordinary circumstances " * 1200
+    assert len(text) > 2 * long_texts.MIN_PIECE_CHARS
+    whole = TOKENIZER.encode(text, add_special_tokens=True).tolist()
+    assert len(whole) < 4096
+    assert ids_at_the_gateway(make(4096), {"prompt": text}) == whole
+
+
+def test_a_short_text_does_not_wait_for_long_ones(monkeypatch):
+    monkeypatch.setattr(long_texts, "MAX_PIECE_CHARS", 4096)
+    with ThreadPoolExecutor(1) as threads:
+        tokenizer = PromptTokenizer(DEMO_MODEL_PATH, ManualClock(), threads, room(8192))
+        counting = tokenizer._tokenizer = CountingTokenizer()
+
+        async def tokenize(text: str) -> int:
+            body = json.dumps({"model": "demo"} | chat(text)).encode()
+            found = await tokenizer.tokenize(parse_body(body))
+            assert (found is None) == (text != short)
+            return counting.num_chars
+
+        async def main() -> list[int]:
+            return await asyncio.gather(*map(tokenize, (long, long, short)))
+
+        long, short = "7 " * 25_000, "another 7 " * 400
+        *of_long, of_short = asyncio.run(main())
+    assert of_short < min(of_long)
+
+
+def test_without_a_thread_there_are_no_ids(monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fields = {"prompt": "a long text of words " * 150}
+    with ThreadPoolExecutor(1) as threads:
+        tokenizer = PromptTokenizer(DEMO_MODEL_PATH, ManualClock(), threads, room(8192))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            assert ids_at_the_gateway(tokenizer, fields) is None
+        assert ids_at_the_gateway(tokenizer, fields) == ids_at_the_worker("completions", fields)

@@ -302,3 +302,16 @@ def test_what_a_worker_does_not_report_of_its_topology_is_as_its_source_knows_it
     assert find_topology() == "zone-a//node-1"
     workers.set_members({worker.url: replace(listing, topology="")})
     assert find_topology() == ""
+
+
+def test_workers_with_the_same_adapters_share_one_set(workers):
+    """Each new fleet compares them, of 1,000 names each."""
+    prefill, first, second = workers.all
+    for worker, role in ((prefill, "prefill"), (first, "decode"), (second, "decode")):
+        workers.register(worker, info(worker=str(worker.url), role=role), frozenset(["sql", "law"]))
+    assert prefill.adapters is first.adapters is second.adapters
+    workers.register(second, second.info, frozenset(["sql", "law"]))
+    assert second.adapters is first.adapters
+    workers.register(second, second.info, frozenset(["sql"]))
+    assert (first.adapters, second.adapters) == ({"sql", "law"}, {"sql"})
+    assert workers.fleet.adapters == {"sql": "demo", "law": "demo"}

@@ -26,6 +26,23 @@ def test_answers_come_from_decode_workers_and_a_name_is_the_first_ones():
     assert fleet.beginning_at(0.5).adapters == fleet.adapters
 
 
+def test_adapters_that_several_workers_have_are_looked_at_once():
+    """A fleet is made with each report of a load: 256 workers may have 1,000 adapters each."""
+    num_read = 0
+
+    class Counted(frozenset):
+        def __iter__(self):
+            nonlocal num_read
+            num_read += 1
+            return super().__iter__()
+
+    alike = Counted({"sql", "law"})
+    workers = [replace(worker(f"w{n}", Role.BOTH), adapters=alike) for n in range(4)]
+    other = replace(worker("other", Role.BOTH, model="other"), adapters=alike)
+    assert Fleet.of([*workers, other]).adapters == {"sql": "demo", "law": "demo"}
+    assert num_read == 2, "once for each model"
+
+
 def test_a_fleet_of_which_all_have_an_adapter_is_the_same_fleet():
     fleet = Fleet.of([having(P, "sql"), having(D, "sql")])
     assert fleet.with_adapter("demo", "sql") is fleet

@@ -12,7 +12,7 @@ from baton.gateway.dashboard.series import Series
 from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotPages
 from baton.gateway.dashboard.stream import DashboardStream
 from baton.gateway.errors import MethodNotAllowedError, PathNotFoundError
-from baton.gateway.openapi import DASHBOARD_PATH
+from baton.protocol.gateway_http import DASHBOARD_PATH
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

@@ -14,5 +14,7 @@ File map:
                     the source `announced`: leases of workers' names, their heartbeats (both pure)
     listener.py, heartbeat_socket.py, gossip.py
                     where announcements and heartbeats arrive; exchanges between gateways
-    metrics.py      what is known of each source, as Prometheus reads it
+    heartbeat_receiver.py  takes heartbeats and renewals, acknowledges renewals
+    metrics.py, announced_metrics.py
+                    what is known of each source, and of announcements, as Prometheus reads it
 """
