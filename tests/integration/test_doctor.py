@@ -18,7 +18,8 @@ import pytest
 
 from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
-from baton.protocol.alerts import ALERTS_PATH, Alert, AlertList, AlertName, AlertState
+from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
+from baton.protocol.gateway_http import ALERTS_PATH
 from baton.protocol.request_traces import ListedRequest, RequestList, RequestTrace
 from baton.protocol.worker_http import Role
 from baton.telemetry.trace import RequestSpan, summarize

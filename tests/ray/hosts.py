@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from baton.launch.child import exit_with_parent
+from baton.net.parent_process import exit_with_parent
 from baton.testing.network_namespaces import BridgedHost, bridged_hosts, dropping_packets_from
 
 if TYPE_CHECKING:

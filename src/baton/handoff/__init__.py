@@ -17,11 +17,15 @@ File map:
     decode_receiver.py  the decode worker's handoffs: carries out what `ReceiveSession` asks for
     session/            the two state machines of one handoff, pure
     write_batches.py    one handoff out of this worker: page copies, digests, writes
-    incoming.py         one handoff into this worker: its peer, pages, windows, digests
+    incoming.py         one handoff into this worker: its peer, pages, write grants, digests
     page_reads.py       reads of peers' pages: posted, verified, made again elsewhere
     verify.py           how much of what arrives is compared with its sender's digests
-    kv_views.py         how a worker shows its KV to peers, and the pages that one handoff has
-    staging.py          staging pages: who holds them, who waits
+    kv_views.py         how a worker shows its KV to peers, and the pages that one handoff has;
+                        staging pages: who holds them, who waits
+    encoded_view.py     a view whose pages are encoded
+    encoding_choice.py  which encoding a handoff gets, by measured rates (pure)
+    link_encodings.py   the same for each handoff: chosen by decode, which grants its pages
+    block_guard.py      blocks in an order to the store, until the engine takes them back
     token_ranges.py     token ranges of layers: landed, missing, counted
     messages.py         messages between two agents, decoded and bounds-checked at the seam
     link.py             one authenticated control connection between two agents
@@ -31,6 +35,7 @@ File map:
     peer_transports.py  the transports that reach a peer: attached, chosen from, cooled down
     segment_reports.py  what the kernel sent over the transports' connections, by peer
     probing.py          measures links, while no handoff waits; scratch memory for peers' probes
+    link_page.py        a worker's page of what its links cost
     io_backend.py       what an agent has of its machine: sockets, a selector, a bell
     reference/          mode reference: blocks that one worker exports and another attends over
     pool_mode/          mode pool: through the store

@@ -11,6 +11,8 @@ File map:
     geometry.py   where a page's bytes are; the spans and heads that two pages share
     copies.py     `BlockTable`, pieces, `PageCopies`: what one write moves; a plain executor;
                   what a handoff's layers have in common, computed once
+    runs.py       adjacent pieces merged into runs
+    token_slices.py  where some tokens are in pages of two sequences, as few slices
     prefix_names.py  names of prefixes that need no state but the name before: what gateways use
     canonical.py  KV of a token range in canonical order, gathered and scattered
     digest.py     a digest for each piece, equal on both sides

@@ -8,6 +8,7 @@ File map:
     plan.py         which processes, with which arguments; how cores are shared (pure)
     child.py        one process: spawn, status_messages, log lines, exit and its probable cause
     slots.py        one position: its process now, how the next one starts
+    restarter.py    keeps its process running; restarts.py: when the next one starts (pure)
     sockets.py      the gateway's listening sockets, which outlive its processes
     ports.py        is a port free, and who holds it
     supervisor.py   starts all, keeps all running, drains all
@@ -19,6 +20,8 @@ File map:
     logs.py         log files of bounded size
     progress.py     what the person at the terminal sees
     fleet.py        what an operator may ask of a fleet, on whatever backend (contract)
+    autoscaler.py   has the fleet resized by what gateways are asked for
+    role_changes.py carries that out: one change of each role at a time
     control.py      the launcher's end of the control socket
     control_messages.py   what is sent over it
     local.py        the operator's end: a `FleetControl` of a fleet on this machine

@@ -18,6 +18,7 @@ from baton.errors import UNDECODABLE, BatonError, ConfigError
 from baton.launch.role_changes import RoleChanges, count_members
 from baton.ops.gateway_pages import OK, Gateway, PageError, read_refusal
 from baton.protocol.demand import DemandReport
+from baton.protocol.gateway_http import DEMAND_PATH
 from baton.router.demand import Limits
 from baton.router.scaling import Resize, RoleBounds, Scaler, ScalingOptions, Size
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from baton.config.sections import ScalingSection
     from baton.launch.fleet import FleetControl, FleetStatus
 
-DEMAND_PATH: Final = "/debug/demand"
 DNS_PREFIX: Final = "dns:"
 """Of a gateway's URL: each address of its host is a gateway."""
 

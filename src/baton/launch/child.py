@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
 from baton.errors import ProtocolError
+from baton.net.parent_process import exit_with_parent
 from baton.telemetry.process_status import Draining, Loading, ProcessStatus, Ready, read_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-PR_SET_PDEATHSIG: Final = 1
 NUM_LAST_LINES: Final = 20
 MAX_LINE_BYTES: Final = 64 * 1024
 READ_REST_TIMEOUT_S: Final = 1.0
@@ -29,8 +28,6 @@ REAPED_POLL_S: Final = 0.005
 MAX_KILL_ROUNDS: Final = 20
 
 log = logging.getLogger(__name__)
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,13 +299,6 @@ def _end_unwatched(pid_fd: int) -> None:
         if pid and os.waitpid(pid, os.WNOHANG) == (0, 0):
             kill_session(pid)
             os.waitpid(pid, 0)
-
-
-def exit_with_parent(parent_pid: int) -> None:
-    """In a child before exec: be killed when the parent is, however that ends."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before prctl could tie us to it
-        os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from baton.errors import PeerUnreachableError
+from baton.protocol.worker_http import METRICS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ async def until_all_up(metrics_urls: Sequence[str], num_workers: int) -> str:
     model = None
     for metrics_url in metrics_urls:
         while True:
-            metrics = await asyncio.to_thread(get, metrics_url, "/metrics")
+            metrics = await asyncio.to_thread(get, metrics_url, METRICS_PATH)
             model = find_model(metrics)
             if model is not None and len(find_up(metrics)) >= num_workers:
                 break
@@ -55,7 +56,7 @@ async def count_requests(metrics_urls: Sequence[str]) -> Counter[str]:
     found: Counter[str] = Counter()
     for metrics_url in metrics_urls:
         try:
-            metrics = await asyncio.to_thread(get, metrics_url, "/metrics")
+            metrics = await asyncio.to_thread(get, metrics_url, METRICS_PATH)
         except PeerUnreachableError:
             continue
         found.update(find_requests(metrics))
@@ -98,7 +99,7 @@ async def _until(
 
 async def _is_reached(metrics_url: str, is_reached: Callable[[frozenset[str]], bool]) -> bool:
     try:
-        return is_reached(find_up(await asyncio.to_thread(get, metrics_url, "/metrics")))
+        return is_reached(find_up(await asyncio.to_thread(get, metrics_url, METRICS_PATH)))
     except PeerUnreachableError:  # it restarts: what it knows then is asked again
         return False
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import logging
-import os
 import signal
 import socket
 from contextlib import ExitStack, closing
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
@@ -21,6 +19,7 @@ from prometheus_client import Counter as PrometheusCounter
 from baton.errors import ConfigError
 from baton.net.http_limits import Connections, Refusal
 from baton.net.http_protocol import KEEP_ALIVE_S, BoundedHttpProtocol
+from baton.net.parent_process import ends_with_parent, remember_parent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Generator
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 BACKLOG: Final = 2048
-PR_GET_PDEATHSIG: Final = 2
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ class SilentServer(uvicorn.Server):
 def end_signals(on_signal: Callable[[int], None]) -> Generator[None]:
     """SIGTERM and SIGINT call `on_signal` on this event loop, for as long as the block runs."""
     loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-    _first_parent_of(os.getpid())
+    remember_parent()
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:
@@ -73,7 +71,7 @@ def end_signals(on_signal: Callable[[int], None]) -> Generator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-        if _ends_with_parent():  # whose own SIGTERM may come while the process ends in order
+        if ends_with_parent():  # whose own SIGTERM may come while the process ends in order
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
@@ -83,24 +81,10 @@ def ignore_relayed(number: int) -> bool:
     Who stops a whole service (systemd, a scheduler) sends SIGTERM to each process, and parents then
     send it to their children once more. A parent that waits no longer kills them.
     """
-    is_relayed = number == signal.SIGTERM and _ends_with_parent()
+    is_relayed = number == signal.SIGTERM and ends_with_parent()
     if is_relayed:
         log.info("SIGTERM again: draining goes on")
     return is_relayed
-
-
-def _ends_with_parent() -> bool:
-    """Whether a parent that lives has tied this process to itself, see prctl(2)."""
-    number = ctypes.c_int()
-    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
-    return number.value != 0 and os.getppid() == _first_parent_of(os.getpid())
-
-
-@cache
-def _first_parent_of(pid: int) -> int:
-    """The parent when this process, with that id, asked first."""
-    del pid  # a forked process asks for itself
-    return os.getppid()
 
 
 def count_refusals(registry: CollectorRegistry, prefix: str) -> Callable[[Refusal], None]:

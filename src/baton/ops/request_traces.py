@@ -7,7 +7,8 @@ from urllib.parse import quote
 
 from baton.errors import ConfigError
 from baton.ops.gateway_pages import NOT_FOUND, Gateway, PageError, decode_page
-from baton.protocol.request_traces import REQUESTS_PATH, RequestList, RequestTrace
+from baton.protocol.gateway_http import REQUESTS_PATH
+from baton.protocol.request_traces import RequestList, RequestTrace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

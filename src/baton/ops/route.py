@@ -11,12 +11,12 @@ from rich.table import Table
 from baton.ops.doctor.finding import one_line
 from baton.ops.gateway_pages import Gateway, decode_page
 from baton.ops.request_traces import page_of
+from baton.protocol.gateway_http import ROUTE_PATH
 from baton.protocol.route_explanation import RouteCandidate, RouteExplanation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-ROUTE_PATH: Final = "/debug/route"
 SECONDS: Final = "_s"
 WIDTH: Final = 200
 """Of the table, at most: a figure must not be cut."""

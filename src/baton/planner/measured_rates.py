@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton.errors import UNDECODABLE, ConfigError
 from baton.ops.gateway_pages import OK, Gateway, read_refusal
 from baton.planner.traffic import DISTANCES
+from baton.protocol.gateway_http import LINKS_PATH
 
 if TYPE_CHECKING:
     from baton.router.topology import Distance
-
-LINKS_PATH: Final = "/debug/links"
 
 
 class _HandoffLine(msgspec.Struct, frozen=True):

@@ -13,8 +13,8 @@ File map:
     pages.py    what is moved: messages or scattered pages; pools of random bytes, digests
     backend.py  the interface to whatever moves bytes; transport.py: registered transports;
                 commands and replies; channel.py: framed messages over a socket, authenticated
-    nodes.py    where a pair's processes come from: child processes, or remote hosts
-    node.py     the measured process; one core, a network namespace, death with the parent;
-                machine.py: host, versions
+    nodes.py    where a pair's processes come from: child processes, which are killed with their
+                parent, or remote hosts
+    node.py     the measured process; one core, a network namespace; machine.py: host, versions
     pair.py     two processes and one backend: connect, verify, measure
 """

@@ -11,12 +11,10 @@ import fcntl
 import os
 import resource
 import select
-import signal
 import socket
 import struct
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
@@ -73,16 +71,9 @@ CLONE_NEWNET: Final = 0x40000000
 SIOCGIFFLAGS: Final = 0x8913
 SIOCSIFFLAGS: Final = 0x8914
 IFF_UP: Final = 1
-PR_SET_PDEATHSIG: Final = 1
 _REQUEST: Final = struct.Struct("16sh14x")
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, where it can."""
-    with suppress(AttributeError, OSError):
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def pin_to_core(role: Role) -> None:
@@ -302,7 +293,6 @@ def run_node(build: BuildBackend) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     fd: int = parser.parse_known_args()[0].fd
-    die_with_parent()
     terms = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeTerms)
     frames = Frames(socket.socket(fileno=fd), MachineClock())
     if terms.session_keys is not None:

@@ -11,11 +11,13 @@ import sys
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, Annotated, Final, Protocol
 
 import msgspec
 
 from baton.errors import AuthenticationError, ConfigError, PeerLostError, PeerUnreachableError
+from baton.net.parent_process import exit_with_parent
 from baton.rig.channel import Channel, Frames, authenticate_as_dialer, runner_channel
 
 if TYPE_CHECKING:
@@ -248,7 +250,10 @@ class NodeProcess:
 def start_node(
     sock: socket.socket, terms: NodeTerms, command: Sequence[str] = TRANSPORT_NODE
 ) -> NodeProcess:
-    """Start a node that runs the commands on `sock`, which the caller may close."""
+    """Start a node that runs the commands on `sock`, which the caller may close.
+
+    It is killed when this process ends.
+    """
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
     process = subprocess.Popen(  # noqa: S603 - this program, a number
         [*command, "--fd", str(sock.fileno())],
@@ -257,6 +262,7 @@ def start_node(
         stderr=stderr,
         pass_fds=(sock.fileno(),),
         start_new_session=True,
+        preexec_fn=partial(exit_with_parent, os.getpid()),  # noqa: PLW1509 - it takes no lock
     )
     if process.stdin is not None:
         with suppress(BrokenPipeError), process.stdin as stdin:  # died: the channel reports it

@@ -12,6 +12,7 @@ File map:
     corrupted_copies.py    how bytes go wrong under it
     store_contract.py      `TierContract`, `StoreContract`: what tiers of the store must do
     store_faults.py        `FolderFaultContract`: tiers of files; killed writers, flipped bits
+    store_syscalls.py      system calls of such a tier that fail, or end its process, in turn
     store_writer.py        a writer of a tier in a second process, to be killed
     fleet.py               `Fleet`: real workers and gateways, for end-to-end tests and benchmarks
     clocks.py              `ManualClock`: a clock that tests advance

@@ -5,7 +5,8 @@ or as server-sent events, one trace per request, metrics. The event loop owns ev
 `EngineClient.sink` (the engine's thread) and tokenization of long prompts (a thread pool).
 
 File map, along the way of a request:
-    app.py            routes, authorizes, answers errors; exchange.py: one HTTP request
+    app.py            routes, authorizes, answers errors; exchange.py: one HTTP request;
+                      errors.py: what ends a request, and how that is answered
     fields.py         OpenAI's request bodies: fields, refused fields, validation
     prompts.py        fields to token ids and sampling
     ticket_reader.py  ticket to colocated, prefill or decode request

@@ -24,6 +24,8 @@ from baton.launch.ray.plan import RayPlan, role_of, settings_file
 from baton.launch.ray.process import LogLines, SupervisedProcess
 from baton.launch.slots import KILL_MARGIN_S
 from baton.launch.sockets import GatewaySockets, open_gateway_sockets
+from baton.protocol.gateway_http import READY_PATH
+from baton.protocol.worker_http import METRICS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
     from baton.clock import Clock
     from baton.config.sections import GatewaySection
 
-READY_PATH: Final = "/ready"
 READY: Final = b'{"status":"ready"}'
-METRICS_PATH: Final = "/metrics"
 MAX_REASON_CHARS: Final = 500
 KEY_INTERVAL_S: Final = 1.0
 PORT_INTERVAL_S: Final = 1.0

@@ -5,12 +5,24 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
 from baton.errors import UNDECODABLE, BatonError
 from baton.ops.gateway_pages import Gateway, RequestIds
+from baton.ops.request_traces import page_of
+from baton.protocol.gateway_http import (
+    ALERTS_PATH,
+    DEMAND_PATH,
+    LINKS_PATH,
+    QUEUE_PATH,
+    READY_PATH,
+    REQUESTS_PATH,
+    TRANSFERS_PATH,
+    WORKERS_PATH,
+)
+from baton.protocol.worker_http import METRICS_PATH, VERSION_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,13 +35,13 @@ PAGE_TIMEOUT_S: Final = 5.0
 NUM_AT_ONCE: Final = 8
 MAX_WORKERS: Final = 64
 PAGES: Final = (
-    "/version",
-    "/ready",
-    "/debug/queue",
-    "/debug/links",
-    "/debug/transfers",
-    "/debug/demand",
-    "/alerts",
+    VERSION_PATH,
+    READY_PATH,
+    QUEUE_PATH,
+    LINKS_PATH,
+    TRANSFERS_PATH,
+    DEMAND_PATH,
+    ALERTS_PATH,
 )
 """JSON pages, besides those of which more follows: `/debug/workers` and `/debug/requests`."""
 
@@ -64,7 +76,9 @@ class FleetCollector:
         """Read everything. If cancelled, what was not read yet is noted as missing."""
         async with asyncio.TaskGroup() as group:
             group.create_task(
-                self._take("metrics.txt", f"{self.gateway.url}/metrics", self.redactor.metrics)
+                self._take(
+                    "metrics.txt", f"{self.gateway.url}{METRICS_PATH}", self.redactor.metrics
+                )
             )
             for page in PAGES:
                 group.create_task(self._take_page(page))
@@ -72,7 +86,7 @@ class FleetCollector:
             group.create_task(self._collect_requests(num_requests))
 
     async def _collect_workers(self) -> None:
-        listed = _read(await self._take_page("/debug/workers"), WorkerList)
+        listed = _read(await self._take_page(WORKERS_PATH), WorkerList)
         if listed is None:
             self._miss("workers", "the gateway does not list them (see debug-workers.json)")
             return
@@ -89,18 +103,18 @@ class FleetCollector:
         if origin is None:
             self._miss(name, "its URL in /debug/workers is not http(s)://HOST:PORT")
         else:
-            await self._take(name, f"{origin}/metrics", self.redactor.metrics, is_worker=True)
+            await self._take(name, f"{origin}{METRICS_PATH}", self.redactor.metrics, is_worker=True)
 
     async def _collect_requests(self, num_requests: int) -> None:
         if num_requests == 0:
             return
-        listed = _read(await self._take_page("/debug/requests"), RequestIds)
+        listed = _read(await self._take_page(REQUESTS_PATH), RequestIds)
         if listed is None:
             self._miss("requests", "the gateway does not list them (see debug-requests.json)")
             return
         async with asyncio.TaskGroup() as group:
             for number, request in enumerate(listed.requests[:num_requests]):
-                url = f"{self.gateway.url}/debug/requests/{quote(request.id, safe='')}"
+                url = f"{self.gateway.url}{page_of(request.id)}"
                 name = f"requests/{number:03}.json"
                 group.create_task(self._take(name, url, self.redactor.page))
 

@@ -25,4 +25,5 @@ File map:
     store.py            the store's tiers that are on servers: reachable, and bounded?
     transport_check.py  one transport, tried between two processes of `baton.rig`
     fleet.py            a running gateway's pages
+    alerts.py           its alerts
 """

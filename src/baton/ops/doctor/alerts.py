@@ -6,7 +6,8 @@ from typing import Final
 
 from baton.ops.doctor.finding import Area, Finding, Level
 from baton.ops.gateway_pages import NOT_FOUND, Gateway, PageError, decode_page
-from baton.protocol.alerts import ALERTS_PATH, RUNBOOK_PATH, Alert, AlertList, AlertState
+from baton.protocol.alerts import Alert, AlertList, AlertState
+from baton.protocol.gateway_http import ALERTS_PATH, RUNBOOK_PATH
 
 WHY: Final = "What the gateway itself has found wrong with links, handoffs, the store, and targets."
 

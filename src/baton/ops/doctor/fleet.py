@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.ops.doctor.finding import Area, Finding, Level
 from baton.ops.gateway_pages import NOT_FOUND, OK, PageError, RequestIds, decode_page, read_refusal
-from baton.protocol.request_traces import REQUESTS_PATH
+from baton.protocol.gateway_http import READY_PATH, REQUESTS_PATH
+from baton.protocol.worker_http import METRICS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,14 +47,14 @@ def check_readiness(gateway: Gateway) -> list[Finding]:
     """Does it answer, and could it serve a request now?"""
     why = "A gateway that is not ready refuses every request."
     try:
-        status, body = gateway.get("/ready")
+        status, body = gateway.get(READY_PATH)
     except PageError as exc:
         fix = f"curl -v {quote_for_shell(f'{gateway.url}/health')}"
         return [_finding(UNREACHABLE, Level.PROBLEM, f"no answer from {exc}", why, fix=fix)]
     if status == OK:
         return [_finding("gateway", Level.OK, "ready", why)]
     reason = read_refusal(body)
-    return [_finding("gateway", Level.PROBLEM, f"HTTP {status} from /ready: {reason}", why)]
+    return [_finding("gateway", Level.PROBLEM, f"HTTP {status} from {READY_PATH}: {reason}", why)]
 
 
 def check_counters(gateway: Gateway) -> list[Finding]:
@@ -177,13 +178,13 @@ def _broken_streams(families: dict[str, Metric]) -> Finding:
 
 
 def _read_metrics(gateway: Gateway) -> dict[str, Metric]:
-    status, body = gateway.get("/metrics")
+    status, body = gateway.get(METRICS_PATH)
     if status != OK:
-        raise PageError(f"HTTP {status} from /metrics")
+        raise PageError(f"HTTP {status} from {METRICS_PATH}")
     try:
         return {family.name: family for family in text_string_to_metric_families(body.decode())}
     except (ValueError, KeyError, IndexError) as exc:  # what the parser raises: "not Prometheus"
-        raise PageError(f"/metrics is not in Prometheus's format: {exc}") from exc
+        raise PageError(f"{METRICS_PATH} is not in Prometheus's format: {exc}") from exc
 
 
 def _samples(families: dict[str, Metric], name: str) -> Iterator[tuple[dict[str, str], float]]:

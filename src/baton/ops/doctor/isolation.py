@@ -6,7 +6,6 @@ does that in a process that can be thrown away. Call it before anything starts a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -19,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
+from baton.net.parent_process import exit_with_parent
 from baton.ops.doctor.finding import Finding, Probe, write_seconds
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ MAX_OUTPUT_CHARS: Final = 160
 REAP_TRIES: Final = 50
 REAP_PAUSE_S: Final = 0.01
 _READ_BYTES: Final = 1 << 16
-_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(slots=True)
@@ -86,22 +85,25 @@ def _start(probe: Probe, host: Host, clock: Clock) -> _Running:
     output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _end
     read_fd, write_fd = os.pipe()
     deadline = clock.now() + probe.timeout_s
-    pid = os.fork()
+    parent_pid, pid = os.getpid(), os.fork()
     if pid == 0:
         os.close(read_fd)
-        _report_and_exit(probe, host, write_fd, output.fileno())
+        _report_and_exit(probe, host, write_fd, output.fileno(), parent_pid=parent_pid)
     os.close(write_fd)
     with suppress(OSError):  # the child does the same: whoever comes first
         os.setpgid(pid, pid)
     return _Running(probe, pid, read_fd, output, deadline)
 
 
-def _report_and_exit(probe: Probe, host: Host, result_fd: int, output: int) -> NoReturn:
+def _report_and_exit(
+    probe: Probe, host: Host, result_fd: int, output: int, *, parent_pid: int
+) -> NoReturn:
     """In the child. Never returns, and runs nothing that was meant for the parent's end."""
     try:
         with suppress(OSError):
             os.setpgid(0, 0)
-        exit_with_parent()
+        with suppress(AttributeError):  # not on Linux
+            exit_with_parent(parent_pid)
         _redirect(output)
         text = msgspec.json.encode(probe.check(host)) + b"\n"
         while text:
@@ -111,12 +113,6 @@ def _report_and_exit(probe: Probe, host: Host, result_fd: int, output: int) -> N
         os.write(2, traceback.format_exc().encode(errors="replace"))
     finally:
         os._exit(1)
-
-
-def exit_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, where it can."""
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _redirect(output: int) -> None:

@@ -19,6 +19,16 @@ from baton.ops.top.pages import (
     WorkersPage,
 )
 from baton.ops.top.window import Traffic, TrafficWindow, read_metrics
+from baton.protocol.gateway_http import (
+    ALERTS_PATH,
+    LINKS_PATH,
+    QUEUE_PATH,
+    READY_PATH,
+    REQUESTS_PATH,
+    TRANSFERS_PATH,
+    WORKERS_PATH,
+)
+from baton.protocol.worker_http import METRICS_PATH
 
 if TYPE_CHECKING:
     from baton.clock import Clock
@@ -72,12 +82,12 @@ class FleetReader:
         async with asyncio.TaskGroup() as group:
             state = group.create_task(self._find_state())
             traffic = group.create_task(self._read_traffic(missing))
-            workers = group.create_task(self._read("/debug/workers", WorkersPage, missing))
-            queue = group.create_task(self._read("/debug/queue", QueuePage, missing))
-            transfers = group.create_task(self._read("/debug/transfers", TransfersPage, missing))
-            links = group.create_task(self._read("/debug/links", LinksPage, missing))
-            alerts = group.create_task(self._read("/alerts", AlertsPage, missing))
-            requests = group.create_task(self._read("/debug/requests", RequestsPage, missing))
+            workers = group.create_task(self._read(WORKERS_PATH, WorkersPage, missing))
+            queue = group.create_task(self._read(QUEUE_PATH, QueuePage, missing))
+            transfers = group.create_task(self._read(TRANSFERS_PATH, TransfersPage, missing))
+            links = group.create_task(self._read(LINKS_PATH, LinksPage, missing))
+            alerts = group.create_task(self._read(ALERTS_PATH, AlertsPage, missing))
+            requests = group.create_task(self._read(REQUESTS_PATH, RequestsPage, missing))
         listed = requests.result()
         return FleetSnapshot(
             gateway=self._gateway.url,
@@ -95,17 +105,17 @@ class FleetReader:
 
     async def _find_state(self) -> str:
         try:
-            await self._get("/ready")
+            await self._get(READY_PATH)
         except PageError as exc:
             return str(exc)
         return READY
 
     async def _read_traffic(self, missing: dict[str, str]) -> Traffic | None:
         try:
-            body = await self._get("/metrics")
+            body = await self._get(METRICS_PATH)
             return self._window.add(read_metrics(body, self._clock.now()))
         except PageError as exc:
-            missing["/metrics"] = str(exc)
+            missing[METRICS_PATH] = str(exc)
             return None
 
     async def _read(self, path: str, kind: type[T], missing: dict[str, str]) -> T | None:

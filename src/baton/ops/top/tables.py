@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING, Final
 from baton.ops.doctor.finding import one_line, write_bytes, write_seconds
 from baton.ops.top.pages import FleetTier, Link, PairHandoffs, SegmentFigures, Worker
 from baton.ops.top.snapshot import READY, FleetSnapshot
+from baton.protocol.gateway_http import (
+    ALERTS_PATH,
+    LINKS_PATH,
+    REQUESTS_PATH,
+    TRANSFERS_PATH,
+    WORKERS_PATH,
+)
+from baton.protocol.worker_http import METRICS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,7 +59,7 @@ def describe_traffic(snapshot: FleetSnapshot) -> tuple[str, ...]:
     )
     traffic = snapshot.traffic
     if traffic is None:
-        return (*lines, f"no metrics: {_cell(snapshot.missing.get('/metrics', ''), 200)}")
+        return (*lines, f"no metrics: {_cell(snapshot.missing.get(METRICS_PATH, ''), 200)}")
     since = (
         "since the gateway's start"
         if traffic.window_s is None
@@ -92,7 +100,7 @@ def _alerts(snapshot: FleetSnapshot) -> TopTable:
         )
         for place, each in enumerate(alerts)
     }
-    return TopTable("alerts", columns, rows, _note(snapshot, "/alerts", "none"))
+    return TopTable("alerts", columns, rows, _note(snapshot, ALERTS_PATH, "none"))
 
 
 WORKER_SORTS: Final = ("as listed", "load", "KV in use")
@@ -110,7 +118,7 @@ def _workers(snapshot: FleetSnapshot, sort: int) -> TopTable:
         workers.sort(key=order, reverse=True)
     rows = {each.url: _worker_row(each) for each in workers}
     title = "workers" if order is None else f"workers by {WORKER_SORTS[sort % len(WORKER_SORTS)]}"
-    return TopTable(title, columns, rows, _note(snapshot, "/debug/workers", "none"))
+    return TopTable(title, columns, rows, _note(snapshot, WORKERS_PATH, "none"))
 
 
 def _worker_row(worker: Worker) -> tuple[str, ...]:
@@ -164,7 +172,7 @@ def _handoffs(snapshot: FleetSnapshot) -> TopTable:
     }
     seconds = 0.0 if transfers is None else transfers.window_s
     title = f"handoffs, those of the last {seconds:.0f} s first" if rows else "handoffs"
-    return TopTable(title, columns, rows, _note(snapshot, "/debug/transfers", "none yet"))
+    return TopTable(title, columns, rows, _note(snapshot, TRANSFERS_PATH, "none yet"))
 
 
 def _pair_row(pair: PairHandoffs, lost_share: float | None) -> tuple[str, ...]:
@@ -197,7 +205,7 @@ def _links(snapshot: FleetSnapshot) -> TopTable:
     models = () if snapshot.links is None else snapshot.links.models
     links = [link for model in models for link in model.links][:MAX_LINKS]
     rows = {f"{link.from_}>{link.to}": _link_row(link) for link in links}
-    return TopTable("links", columns, rows, _note(snapshot, "/debug/links", "none measured yet"))
+    return TopTable("links", columns, rows, _note(snapshot, LINKS_PATH, "none measured yet"))
 
 
 def _link_row(link: Link) -> tuple[str, ...]:
@@ -221,7 +229,7 @@ def _tiers(snapshot: FleetSnapshot) -> TopTable:
     seconds = 0.0 if transfers is None else transfers.window_s
     title = f"tiers of the store, last {seconds:.0f} s" if tiers else "tiers of the store"
     rows = {each.tier: _tier_row(each) for each in tiers}
-    return TopTable(title, columns, rows, _note(snapshot, "/debug/transfers", "none"))
+    return TopTable(title, columns, rows, _note(snapshot, TRANSFERS_PATH, "none"))
 
 
 def _tier_row(tier: FleetTier) -> tuple[str, ...]:
@@ -258,7 +266,7 @@ def _requests(snapshot: FleetSnapshot) -> TopTable:
         )
         for each in requests
     }
-    return TopTable("latest requests", columns, rows, _note(snapshot, "/debug/requests", "none"))
+    return TopTable("latest requests", columns, rows, _note(snapshot, REQUESTS_PATH, "none"))
 
 
 def _texts(*titles: str) -> tuple[Column, ...]:

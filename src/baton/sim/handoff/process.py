@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from baton.sim.handoff.world import World
 
 
+class _StaleTicketError(TicketError):
+    """A ticket for another life of this worker, or used before."""
+
+
 class ProcessExit:
     """Whether one life has ended. `open` gives what a pidfd is in production."""
 
@@ -204,9 +208,11 @@ class SimProcess:
         """The gateway asks for something."""
         try:
             kind = self._read_kind(worker_request.sealed)
-        except TicketError as exc:
-            is_stale = "another life" in str(exc) or "before" in str(exc)
-            worker_request.reply(ErrorReply("stale_ticket" if is_stale else "invalid_ticket"))
+        except _StaleTicketError:
+            worker_request.reply(ErrorReply("stale_ticket"))
+            return
+        except TicketError:
+            worker_request.reply(ErrorReply("invalid_ticket"))
             return
         self._num_requests += 1
         prompt = worker_request.prompt
@@ -362,14 +368,15 @@ class SimProcess:
         """As `worker.ticket_reader.TicketReader`, which belongs to another layer.
 
         Raises:
-            TicketError: not a ticket for this life, or used before.
+            TicketError: not a ticket of this cluster.
+            _StaleTicketError: a ticket for another life, or used before.
         """
         if sealed is None:
             return Colocated()
         ticket = unseal(sealed, self.world.credentials, is_from_gateway=True)
         kind = self._mine(ticket)
         if self._seen.use(ticket.issue) is not TicketUse.FIRST:
-            raise TicketError("used before")
+            raise _StaleTicketError("used before")
         return kind
 
     def _mine(self, ticket: Ticket) -> RequestKind:
@@ -377,7 +384,7 @@ class SimProcess:
             return PrefillRequest(ticket)
         if ticket.decode.epoch == self.epoch:
             return DecodeRequest(ticket)
-        raise TicketError("for another life")
+        raise _StaleTicketError("for another life")
 
     def _deliver(self, updates: Sequence[EngineUpdate]) -> None:
         for update in updates:

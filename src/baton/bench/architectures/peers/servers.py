@@ -22,8 +22,9 @@ from baton.bench.architectures.peers.plan import HOST, PeerPlan, Ports
 from baton.bench.architectures.servers import InterruptedBenchError, LogDisplay, ServerContext
 from baton.bench.architectures.transfer_check import MetricsCheck, NoCheck, TransferCheck
 from baton.bench.architectures.usage import PROC, read_session
-from baton.launch.child import describe_exit, exit_with_parent, likely_cause, read_line
+from baton.launch.child import describe_exit, likely_cause, read_line
 from baton.launch.slots import GATEWAY, ChildFailedError
+from baton.net.parent_process import exit_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
