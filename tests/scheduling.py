@@ -60,7 +60,7 @@ GROUPS: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
 the servers of `tests/conftest.py`, `tests/chaos/conftest.py` or `tests/e2e/conftest.py`."""
 
 SERVERS: Final = frozenset({"vllm_cluster_factory", "standing_cluster", "cluster", "oracle"})
-"""Fixtures of the session whose servers only the tests of one group use: they end with the group.
+"""Fixtures of the session whose servers end with the group that used them.
 Servers that nobody uses still take processor time: gateways probe, workers renew their leases."""
 
 LONG: Final = (

@@ -39,7 +39,7 @@ class TestMooncakeOverIpv6(TransportKit):
 
 class TestMooncakeOverRdma(TransportKit):
     kind = "mooncake"
-    options: ClassVar[Mapping[str, object]] = {"protocol": "rdma"}
+    options: ClassVar[Mapping[str, object]] = {"protocol": "rdma", "connect_timeout_s": 20.0}
 
     @pytest.mark.skipif(Path("/sys/class/infiniband").exists(), reason="it has RDMA devices")
     def test_without_a_device_no_peer_attaches_and_the_reason_arrives(self, pair):

@@ -3,6 +3,7 @@
 import importlib.util
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import ClassVar
@@ -95,6 +96,14 @@ class RawWriter:
     def poll(self):
         self.events += self.reader.transport.poll()
 
+    def poll_until(self, num_events):
+        for _ in range(500):
+            if len(self.events) >= num_events:
+                return
+            self.poll()
+            time.sleep(0.005)
+        pytest.fail(f"{num_events} were awaited: {self.events}")
+
     def receive_until(self, kind):
         for _ in range(500):
             self.poll()
@@ -164,6 +173,21 @@ def test_the_session_of_a_writer_that_does_not_answer_is_closed_and_its_grant_qu
         writer.check_hung_up()
 
 
+def test_a_writer_that_goes_on_writing_has_more_time_to_answer():
+    clock, other = ManualClock(), new_ticket_id()
+    with RawWriter(NetworkKit, clock) as writer:
+        writer.open(other)
+        writer.receive_until(b"grant_opened")
+        writer.close_grant(writer.grant)
+        for n in range(3):
+            clock.advance(0.9 * ANSWER_TIMEOUT_S)
+            writer.say(wire.WriteNotification(other, b"of another handoff"))
+            writer.poll_until(n + 1)
+        assert [type(event) for event in writer.events] == 3 * [Arrived]
+        clock.advance(1.1 * ANSWER_TIMEOUT_S)
+        writer.check_hung_up()
+
+
 def test_a_writer_has_the_time_for_each_answer_and_is_left_alone_after_the_last_one():
     clock, second = ManualClock(), new_ticket_id()
     with RawWriter(NetworkKit, clock) as writer:
@@ -174,7 +198,7 @@ def test_a_writer_has_the_time_for_each_answer_and_is_left_alone_after_the_last_
         for grant in (writer.grant, second):
             clock.advance(0.9 * ANSWER_TIMEOUT_S)
             writer.say(grant_messages.GrantClosed(grant))
-            writer.poll()
+            writer.poll_until(1)
             assert writer.events.pop() == GrantQuiescent(grant)
         clock.advance(10 * ANSWER_TIMEOUT_S)
         writer.say(wire.TransfersActive())

@@ -207,8 +207,8 @@ It runs in the background:
 """
 
 
-def check_settings(config: Config) -> None:
-    """Refuse settings that are wrong on any host.
+def check_settings(config: Config, *, is_remote: bool = False) -> None:
+    """Refuse settings that are wrong on any host. `is_remote`: see `check_worker_options`.
 
     Raises:
         ConfigError: one of them.
@@ -217,5 +217,5 @@ def check_settings(config: Config) -> None:
     for group in worker_groups(config):
         options = engine_options(group.engine, config.engine)
         check_engine(group.engine, {**options, **group.overrides})
-    check_worker_options(config, is_launcher=True)
+    check_worker_options(config, is_launcher=True, is_remote=is_remote)
     POLICIES.check_tables(config.router.options)

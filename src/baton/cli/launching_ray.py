@@ -43,7 +43,7 @@ def launch_on_ray(resolved: Resolved, fleet: str) -> int:
     """
     config, environment = resolved.to_config(), read_environment()
     configure_logging(config.log)
-    check_settings(config)
+    check_settings(config, is_remote=True)
     # What is in a store is keyed: with a key of its own the next fleet would believe none of it.
     find_key = find_cluster_key if config.store.tiers else ephemeral_cluster_key
     key = find_key(config.cluster, environment, ())

@@ -33,6 +33,11 @@ NOT_REMOVED: Final = (
     "of the tier's counts, or a worker has put them again"
 )
 
+NOT_READ: Final = (
+    "entries are in the store and not in the file: a server refused them (archived objects), they "
+    "are larger than the tier's max_entry_bytes, or the disk failed"
+)
+
 OWN_MEMORY: Final = (
     "tier host is each process's own memory, which no other process can look at: /metrics of a "
     "worker, or of `baton store serve`, shows how full it is"
@@ -195,7 +200,10 @@ def export_entries(
     store: Store = None,
     json: Json = False,
 ) -> int:
-    """Write entries into a file: those of these names (see `ls`), or all."""
+    """Write entries into a file: those of these names (see `ls`), or all.
+
+    Exit code 1: some are there and could not be read. The file has the others.
+    """
     from baton.bench.files import check_writable  # noqa: PLC0415 - for --help
     from baton.ops.store_archive import export_entries as export  # noqa: PLC0415
 
@@ -207,7 +215,9 @@ def export_entries(
         _print_json(done)
     else:
         print(f"{done.num_entries:,} entries, {done.num_bytes:,} bytes: {file}")
-    return 0
+    if done.num_unreadable:
+        print(f"baton: {done.num_unreadable:,} {NOT_READ}", file=sys.stderr)
+    return FAILED if done.num_unreadable else 0
 
 
 @app.command(name="import")

@@ -12,10 +12,9 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections import ChainMap
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias, assert_never, get_origin, get_type_hints
@@ -170,10 +169,11 @@ def parse_open_value(text: str) -> object:
     Raises:
         ConfigError: it begins like a table and is none.
     """
+    stripped = text.strip()
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return tomllib.loads(f"value = {stripped}")["value"]
     except (ValueError, RecursionError) as exc:
-        if not text.startswith("{"):
+        if not stripped.startswith("{"):
             return text
         reason = exc
     try:
@@ -281,7 +281,7 @@ def read_variables(environment: Mapping[str, str]) -> Layer:
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in NOT_SETTINGS:
             continue
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-        is_table = name in open_tables() and text.startswith("{")
+        is_table = name in open_tables() and text.lstrip().startswith("{")
         if is_table or name in closed_keys() or open_table_of(name) is not None:
             for inner, value in _read_text(name, text):
                 layer[inner] = Setting(value, FromEnvironment(variable))
@@ -445,14 +445,36 @@ def resolve(command_line: CommandLine, environment: Mapping[str, str]) -> Resolv
     defaults: Layer = {
         key.name: Setting(Typed(key.default), FromDefault()) for key in closed_keys().values()
     }
-    merged = ChainMap(
-        flags,
-        read_assignments(command_line.assignments),
-        read_variables(environment),
-        read_file(file) if file else {},
+    merged = _merge(
         defaults,
+        read_file(file) if file else {},
+        read_variables(environment),
+        read_assignments(command_line.assignments),
+        flags,
     )
     return Resolved({name: _checked(name, merged[name]) for name in sorted(merged)}, file)
+
+
+def _merge(*layers: Layer) -> Layer:
+    """The settings of all layers, the strongest last: of each name the strongest one's.
+
+    A value replaces the weaker layers' table of its name, and a table their value of its name.
+    """
+    merged: Layer = {}
+    for layer in layers:
+        tables = {table for name in layer for table in _tables_of(name)}
+        kept = {
+            name: setting
+            for name, setting in merged.items()
+            if name not in tables and layer.keys().isdisjoint(_tables_of(name))
+        }
+        merged = kept | layer
+    return merged
+
+
+def _tables_of(name: str) -> Iterator[str]:
+    """The tables that a setting lies in: of `a.b.c`, `a` and `a.b`."""
+    return accumulate(map(quote_key, split_name(name)[:-1]), "{}.{}".format)
 
 
 def _checked(name: str, setting: Setting) -> Value:
@@ -461,11 +483,23 @@ def _checked(name: str, setting: Setting) -> Value:
         value = _convert(key, setting.value)
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{name}: {exc} ({describe(setting.origin)})") from exc
-    if isinstance(value, float) and not isfinite(value):  # JSON, hence status and plans, has none
-        raise ConfigError(f"{name}: {value} is no finite number ({describe(setting.origin)})")
+    for number in _list_floats(msgspec.to_builtins(value)):
+        if not isfinite(number):  # JSON, hence status and plans, has none
+            raise ConfigError(f"{name}: {number} is no finite number ({describe(setting.origin)})")
     if is_path(name) and isinstance(value, str) and value.startswith("~"):
         value = str(_expand(name, value))
     return Value(value, setting.origin)
+
+
+def _list_floats(value: object) -> Iterator[float]:
+    """Those in a value, also within lists and tables."""
+    match value:
+        case float():
+            yield value
+        case list() | tuple():
+            yield from chain.from_iterable(map(_list_floats, value))
+        case dict():
+            yield from _list_floats(list(value.values()))
 
 
 def _convert(key: Key | None, value: Typed | Text) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Literal
@@ -15,13 +16,22 @@ from baton.clock import MachineClock
 from baton.errors import StoreError
 from baton.handoff.pool_mode.store_access import open_keyed_store
 from baton.store.capacity import StoredEntry, choose_victims
-from baton.store.interface import NO_TENANT, EntryName, PeerAccess, PinsEntries, TenantLabel
+from baton.store.interface import (
+    NO_TENANT,
+    EntryName,
+    HasPlaces,
+    PeerAccess,
+    PinsEntries,
+    TenantLabel,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
     from baton.auth.key import ClusterKey
     from baton.store.counted_tier import CountedTier
+
+logger = logging.getLogger(__name__)
 
 HOUR_S: Final = 3600.0
 MIB: Final = 1 << 20
@@ -72,8 +82,9 @@ class ListedEntry(msgspec.Struct, frozen=True):
 class TierCheck(msgspec.Struct, frozen=True):
     """What was found in one tier; `num_removed` of the damaged ones.
 
-    `num_unreadable`: entries that the system refused to read (EIO). They stay. `num_whole`: those
-    that are what was put; what is none of all these was evicted meanwhile.
+    `num_unreadable`: entries that the disk failed to read (EIO), a server refused, or that are
+    larger than `max_entry_bytes`. They stay. `num_whole`: those that are what was put; what is none
+    of all these was evicted meanwhile.
     """
 
     tier: str
@@ -331,12 +342,33 @@ def check_answers(tier: CountedTier) -> None:
     Raises:
         StoreError: it is on a server that does not answer.
     """
-    server = tier.inner.usage().server
-    if server is not None and not server.is_available:
+    if not _answers(tier):
         raise StoreError(
-            f"tier {tier.kind}: its server failed or was late, so not all of its entries could be "
-            "looked at: try again"
+            f"tier {tier.kind}: its server failed, was late, or refused several entries in a row, "
+            "so not all of its entries could be looked at: try again"
         )
+
+
+def is_unreadable(tier: CountedTier, name: EntryName) -> bool:
+    """Whether an entry that could not be leased is there: too large, refused, or its disk fails.
+
+    Raises:
+        StoreError: it is on a server that does not answer.
+    """
+    inner = tier.inner
+    for place in inner.places if isinstance(inner, HasPlaces) else (inner,):
+        try:
+            place.is_whole(name)
+        except StoreError:
+            check_answers(tier)
+            return True
+    return False
+
+
+def _answers(tier: CountedTier) -> bool:
+    """Whether a tier's server is asked now; a tier on none always is."""
+    server = None if tier.remote is None else tier.inner.usage().server
+    return server is None or server.is_available
 
 
 def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
@@ -349,9 +381,11 @@ def _check(tier: CountedTier, *, remove: bool) -> TierCheck:
                     num_whole += 1
                 elif is_damaged(tier, entry.name):
                     damaged.append(entry)
-            except StoreError:
-                if tier.remote is not None:  # its server does not answer
+            except StoreError as exc:
+                if not _answers(tier):
                     raise
+                if not num_unreadable:
+                    logger.warning("store: tier %s: %s (the first such entry)", tier.kind, exc)
                 num_unreadable += 1
     removed = _remove(tier, damaged) if remove and num_whole else []  # none: the key is wrong
     return TierCheck(tier.kind, len(entries), len(damaged), len(removed), num_unreadable, num_whole)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import msgspec
 
 from baton.errors import ConfigError, ProtocolError, StoreError, StoreFullError
-from baton.ops.store import check_answers
+from baton.ops.store import check_answers, is_unreadable
 from baton.store.entry_format import HEADER_BYTES, MAGIC, has_digest, make_header, parse_header
-from baton.store.interface import EndsWithUsers, EntryName, PutResult, TenantLabel
+from baton.store.interface import NO_TENANT, EndsWithUsers, EntryName, PutResult, TenantLabel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,12 +44,16 @@ NOT_IN_USE: Final = (
 
 
 class ArchiveReport(msgspec.Struct, frozen=True):
-    """What went into an archive, or came out of it. Bytes are of bodies."""
+    """What went into an archive, or came out of it. Bytes are of bodies.
+
+    `num_unreadable`: entries that are not in it, though they are in the store (`TierCheck`).
+    """
 
     num_entries: int
     num_bytes: int
     num_present: int = 0
     num_refused: int = 0
+    num_unreadable: int = 0
 
 
 def export_entries(
@@ -58,19 +62,22 @@ def export_entries(
     """Write the entries of these names, of all tiers where there are none, into a new file.
 
     The file appears under its name when it is complete. Entries that are evicted meanwhile are left
-    out.
+    out, and those that cannot be read are counted.
 
     Raises:
         StoreError: a tier cannot be looked at, or the file cannot be written.
     """
     entries_key, mac = key.sign("store", b"entries"), _begin_mac(key)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    num_entries = num_bytes = 0
+    num_entries = num_bytes = num_unreadable = 0
     try:
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         with os.fdopen(fd, "wb") as file:
             file.write(BEGIN)
             for name, tenant, body in _iter_bodies(tiers, names):
+                if body is None:
+                    num_unreadable += 1
+                    continue
                 header = make_header(entries_key, name, body, tenant=tenant)
                 mac.update(header)
                 file.write(header)
@@ -86,7 +93,7 @@ def export_entries(
     finally:
         with suppress(OSError):
             unfinished.unlink()
-    return ArchiveReport(num_entries, num_bytes)
+    return ArchiveReport(num_entries, num_bytes, num_unreadable=num_unreadable)
 
 
 def check_archive(path: Path) -> None:
@@ -137,8 +144,8 @@ def import_entries(tiers: Sequence[CountedTier], path: Path, key: ClusterKey) ->
 
 def _iter_bodies(
     tiers: Sequence[CountedTier], names: Sequence[EntryName]
-) -> Iterator[tuple[EntryName, TenantLabel, memoryview]]:
-    """Each entry once, from the first tier that has it whole.
+) -> Iterator[tuple[EntryName, TenantLabel, memoryview | None]]:
+    """Each entry once, from the first tier that has it whole; None: there, and cannot be read.
 
     The least recently used first: reading is a use, and so is putting, and the order is to stay.
     """
@@ -156,6 +163,9 @@ def _iter_bodies(
                 if lease.try_read(body):
                     yield name, lease.tenant, body
                     break
+        else:
+            if any(is_unreadable(tier, name) for tier in tiers):
+                yield name, NO_TENANT, None
 
 
 def _read_checked(

@@ -1,11 +1,16 @@
 """What a worker would refuse of its transports' and tiers' options is refused by its launcher."""
 
+import secrets
+import sys
+
 import pytest
 
-from baton.cli import worker
+from baton.cli import launching_ray, worker
 from baton.cli.gateway import gateway_options
 from baton.cli.launching import check_settings
+from baton.cli.launching_ray import launch_on_ray
 from baton.cli.plugin_options import check_worker_options
+from baton.config.cluster_key import KEY_VARIABLE
 from baton.config.resolve import CommandLine, resolve
 from baton.errors import ConfigError, UnknownPluginError
 
@@ -48,6 +53,25 @@ def test_what_is_not_installed_is_refused():
     for assignment in ('store.tiers=["tape"]', 'transfer.transports=["post"]'):
         with pytest.raises(UnknownPluginError, match="installed"):
             check_settings(config_of(assignment))
+
+
+@pytest.mark.parametrize(("tier", "package"), [("redis", "redis"), ("object", "obstore")])
+def test_what_only_rays_hosts_have_installed_is_checked_there(tier, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"baton.store.tiers.{tier}", raising=False)
+    monkeypatch.setattr(launching_ray, "configure_logging", lambda _: None)
+    monkeypatch.setenv(KEY_VARIABLE, secrets.token_hex(32))
+    given = [f'store.tiers=["{tier}"]', f"store.options.{tier}.url=x://there"]
+    with pytest.raises(ConfigError, match="pip install"):
+        check_settings(config_of(*given))
+    for other, why in (
+        ([], "--client-keys"),  # all that comes before the cluster is accepted
+        (['store.tiers=["tape"]'], "installed"),
+        (["store.options.flie.directory=/x"], "did you mean 'file'"),
+        (['store.tiers=["file"]'], "^store.options.file: "),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            launch_on_ray(resolve(CommandLine(assignments=[*given, *other]), {}), "fleet")
 
 
 def test_the_options_of_an_unknown_policy_are_refused_by_gateway_and_launcher():

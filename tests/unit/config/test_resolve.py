@@ -62,6 +62,29 @@ def test_each_value_of_a_table_is_of_its_strongest_source(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("file", "variable", "assignment", "expected"),
+    [
+        ("a = 3", "{level = 3}", None, {"level": 3}),
+        ("a = 3", None, "a.level.x=1", {"level": {"x": 1}}),
+        ("a = {level = 3}", "5", None, 5),
+        (None, "{level = {x = 3}, size = 1}", "a.level=O3", {"level": "O3", "size": 1}),
+        ("a = {level = 3}", "5", "a.size=1", {"size": 1}),
+        ('"a.b" = 3', "{level = 3}", '"a.b".c=1', {"level": 3}),
+    ],
+)
+def test_a_value_and_a_table_replace_each_other_in_a_weaker_source(
+    file, variable, assignment, expected, tmp_path
+):
+    path = tmp_path / "baton.toml"
+    path.write_text(f"[engine]\n{file}\n" if file else "", encoding="utf-8")
+    assignments = [f"engine.{assignment}"] if assignment else []
+    variables = {"BATON_ENGINE__A": variable} if variable else {}
+    engine = resolve(CommandLine(path, assignments=assignments), variables).to_config().engine
+    assert engine["a"] == expected
+    assert engine.get("a.b", {"c": 1}) == {"c": 1}
+
+
 @pytest.mark.parametrize("name", ["preemption.file", "router.tokenizers.m"])
 def test_the_home_directory_is_that_of_a_file(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -116,6 +139,9 @@ def test_text_becomes_what_the_key_is(name, text, value):
         ("worker.drain_timeout_s", "0", r"worker.drain_timeout_s: Expected `float` > 0"),
         ("gateway.drain_timeout_s", "inf", r"gateway.drain_timeout_s: inf is no finite .*BATON_G"),
         ("router.targets.m.ttft_s", "inf", r"router.targets.m.ttft_s: inf is no finite number"),
+        ("engine.a", "[1.0, [nan]]", r"engine.a: nan is no finite number"),
+        ("engine.a", "[{b = {c = -inf}}]", r"engine.a: -inf is no finite number"),
+        ("fleet.hosts", '[{name = "h", gpus = inf}]', r"fleet.hosts: inf is no finite number"),
         ("transfer.transports", "[]", r"transfer.transports: Expected `array` of length >= 1"),
     ],
 )

@@ -157,6 +157,14 @@ def test_a_variables_table_keeps_the_case_and_the_dots_of_its_names() -> None:
     assert not [name for name in resolved.values if name.startswith("engine")]
 
 
+@pytest.mark.parametrize(
+    "text", [" {m = {ttft_s = 2}}\n", '\n{\n  "m": {"ttft_s": 2}\n}\n', "\n{m.ttft_s = 2}"]
+)
+def test_blanks_and_line_ends_around_a_table_are_left_out(text: str) -> None:
+    resolved = resolve(CommandLine(), {"BATON_ROUTER__TARGETS": text})
+    assert resolved.to_config().router.targets["m"].ttft_s == 2
+
+
 def test_of_a_variables_table_a_variable_for_one_key_wins() -> None:
     variables = {"BATON_ENGINE__A__B": "1", "BATON_ENGINE__A": "{b = 2, c = 3}"}
     assert resolve(CommandLine(), variables).to_config().engine == {"a": {"b": 1, "c": 3}}

@@ -1,4 +1,4 @@
-"""Entries that a server refused to give while it gives others: archived, or another key's.
+"""Entries that a server does not give while it gives others: archived, another key's, too large.
 
 Each is a miss for `READ_AGAIN_S`, and then it is read again: one of them must not cost all others.
 """
@@ -28,15 +28,19 @@ class RefusedReads:
 
     def add(self, name: EntryName) -> bool:
         """An entry was refused; whether it is the server that refuses, as far as can be seen."""
-        self._refused_at.pop(name, None)
-        self._refused_at[name] = self._clock.now()
-        if len(self._refused_at) > MAX_NAMES:
-            del self._refused_at[next(iter(self._refused_at))]
+        self.leave_alone(name)
         self._in_a_row.add(name)
         if len(self._in_a_row) < SERVER_REFUSES:
             return False
         self._in_a_row.clear()
         return True
+
+    def leave_alone(self, name: EntryName) -> None:
+        """An entry is not to be read for a while, though the server gives it: it is too large."""
+        self._refused_at.pop(name, None)
+        self._refused_at[name] = self._clock.now()
+        if len(self._refused_at) > MAX_NAMES:
+            del self._refused_at[next(iter(self._refused_at))]
 
     def end_row(self) -> None:
         """An entry was given, or it is known to be missing."""

@@ -109,7 +109,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             self._start_read, max_entries=limits.num_read_ahead, max_bytes=limits.buffer_bytes
         )
         self._behind = WriteBehind(
-            lambda name, value: client.put(name.hex(), value),
+            self._write,
             self._submit,
             max_bytes=limits.buffer_bytes,
             num_writers=limits.num_writers,
@@ -240,7 +240,8 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             too_large = self._why_too_large(name, value)
             if too_large is None:
                 self._remove_damaged(name)
-            else:  # others may have use for it
+            else:  # others may have use for it; this process is not to fetch it at each look
+                self._refused.leave_alone(name)
                 self._log.warning("too large", f"store: {too_large}")
         return lease
 
@@ -327,6 +328,18 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
             raise
         self._refused.end_row()
         return value
+
+    def _write(self, name: EntryName, value: bytes) -> None:
+        """Write what has waited; a failure of one beyond `buffer_bytes` costs no reads.
+
+        `timeout_s` may be too short for it. Where the server has failed, the next read shows it.
+        """
+        try:
+            self._client.put(name.hex(), value)
+        except StoreError as exc:
+            if len(value) <= self._limits.buffer_bytes:
+                raise
+            raise RequestRefusedError(f"{len(value)} bytes were not written: {exc}") from exc
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         try:

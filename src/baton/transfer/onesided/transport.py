@@ -8,6 +8,7 @@ itself, only the end of that process (`peer_writes.py`).
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from contextlib import suppress
 from functools import partial
@@ -59,9 +60,11 @@ if TYPE_CHECKING:
     from baton.transfer.onesided.session import Library, OneSidedSession
 
 M = TypeVar("M")
+logger: Final = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S: Final = 10.0
-"""For `GrantClosed`, which comes when the writer's transfers into the grant are over."""
+ANSWER_TIMEOUT_S: Final = 30.0
+"""For `GrantClosed`, which comes when the writer's transfers into the grant are over: after its
+latest notification, and longer than one transfer takes on a slow link."""
 MIN_INTERVAL_S: Final = 50e-6
 MAX_INTERVAL_S: Final = 1e-3
 POLLS_PER_AGE: Final = 32
@@ -187,6 +190,8 @@ class OneSidedWriter(WriterConnection):
         for body in channel.receive_bodies():
             match decode_from_peer(body):
                 case WriteNotification(grant, notification):
+                    if self._unanswered:
+                        self._expect_answer()  # it lives, and may have much to write before
                     if self._ledger.admits(self._writer, TicketId(grant)):
                         self._reactor.report(Arrived(TicketId(grant), notification))
                 case TransfersActive() | TransfersIdle() as message:
@@ -219,8 +224,10 @@ class OneSidedWriter(WriterConnection):
         self._session.close()
         if self._session.peer_process_writes:
             super()._disconnected(error)
-        else:
-            self._finish()
+            return
+        if self._unanswered:
+            logger.warning("a writer was lost that had grants to leave: %s", error)
+        self._finish()
 
 
 def _refuse_body(channel: Channel) -> None:
