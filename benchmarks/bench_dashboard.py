@@ -28,7 +28,7 @@ from baton.gateway.dashboard.series import Series
 from baton.gateway.dashboard.snapshot import SnapshotBuilder, SnapshotPages
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.process import open_parts
-from baton.gateway.request_traces import RequestHistory
+from baton.gateway.request_history import RequestHistory
 from baton.gateway.workers import Up
 from baton.protocol.worker_http import Role
 from baton.router.load import EndedRequest

@@ -47,7 +47,8 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.options import GatewayOptions, WorkerAddress
 from baton.gateway.rank_reports import merge_transfers
 from baton.gateway.request_context import RequestContext
-from baton.gateway.request_traces import RequestHistory, RequestTraces
+from baton.gateway.request_history import RequestHistory
+from baton.gateway.request_traces import RequestTraces
 from baton.gateway.tail_sampling import TailSampler
 from baton.gateway.transfer_feed import TransferFeed
 from baton.gateway.transfer_page import TransferPage

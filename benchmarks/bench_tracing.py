@@ -28,7 +28,7 @@ from tracing_cpu import ENGINES, NUM_TOKENS, measure_cpu
 
 from baton.clock import Instant
 from baton.gateway.request_context import RequestContext
-from baton.gateway.request_traces import RequestHistory
+from baton.gateway.request_history import RequestHistory
 from baton.gateway.tail_sampling import HeadSampler, TailSampler
 from baton.ids import RequestId, WorkerId
 from baton.router.load import FleetLoad

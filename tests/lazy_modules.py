@@ -1,6 +1,7 @@
 """Modules that the first test that needs them imports, and not the collection of all tests.
 
-To import vLLM takes six seconds of processor time, `openai` one and a half, and each process of xdist collects all tests.
+To import vLLM takes six seconds of processor time, `openai` one and a half, and each process of
+xdist collects all tests.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ WorkerId = NewType("WorkerId", str)
 """An operator's name for a worker, e.g. `prefill-0`. Survives a restart."""
 
 Epoch = NewType("Epoch", str)
-"""One life of a worker: 32 hex digits, random at each start."""
+"""One incarnation of a worker: 32 hex digits, random at each start."""
 
 StoreId = NewType("StoreId", str)
 """32 hex digits: workers that report the same one find each other's entries in their store."""

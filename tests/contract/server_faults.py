@@ -15,6 +15,7 @@ from baton.errors import StoreError, StoreFullError
 from baton.store.entry_format import HEADER_BYTES, make_header
 from baton.store.interface import TIERS, PutResult, TierContext
 from baton.store.remote.circuit_breaker import MIN_BACKOFF_S
+from baton.store.remote.refused_reads import READ_AGAIN_S
 from baton.store.tiered import TieredStore, open_store
 from baton.testing.clocks import ManualClock
 from baton.testing.store_contract import (
@@ -175,8 +176,21 @@ class ServerFaultContract(SharedTierContract):
         """As while workers are restarted with another `max_entry_bytes`."""
         with self.opened(tmp_path) as tier:
             put(tier, "a")
-            with closing(self.open_remote(tmp_path, max_entry_bytes=BODY_BYTES - 1)) as small:
+            clock = ManualClock()
+            with closing(
+                self.open_remote(tmp_path, clock, max_entry_bytes=BODY_BYTES - 1)
+            ) as small:
+                asked = count_calls(small._client, "use")
+                assert small.find([name_of("a")]) == 1, "it is found until it is read"
+                for _ in range(3):  # as who waits for it looks, each few milliseconds
+                    assert read(small, "a") is None
+                    assert small.find([name_of("a")]) == 0
+                    assert small.put(name_of("a"), b"") is PutResult.EXISTS
+                assert len(asked) == 1
+                clock.advance(READ_AGAIN_S)
+                assert small.find([name_of("a")]) == 1
                 assert read(small, "a") is None
+                assert len(asked) == 2
                 with pytest.raises(StoreError, match="max_entry_bytes"):
                     small.is_whole(name_of("a"))
                 assert scan(small).num_damaged == 0
@@ -255,6 +269,23 @@ class ServerFaultContract(SharedTierContract):
         with closing(tier):
             wait_available(tier, clock)
             assert put(tier, "a") is PutResult.STORED
+
+    def test_a_late_write_of_more_than_the_buffer_costs_no_reads(self, tmp_path: Path) -> None:
+        """`timeout_s` may be too short for it; what fits is to be written within it."""
+        clock = ManualClock()
+        changed = {"timeout_s": TIMEOUT_S, "buffer_bytes": BODY_BYTES - 1}
+        with closing(self.open_remote(tmp_path, clock, **changed)) as tier:
+            put(tier, "a")
+            with self.server.stopped():
+                tier.put_behind(name_of("b"), body_of("b"))
+                assert tier._behind.wait_empty(PATIENT_S)
+                assert tier.is_available()
+                with pytest.raises(StoreError):
+                    tier.put_behind(name_of("c"), b"")
+            assert tier.usage().num_dropped == 1, "it was not late"
+            assert tier.usage().server.num_failures == 0
+            clock.advance(MIN_BACKOFF_S)
+            tier.put_behind(name_of("c"), b"")
 
     def test_a_lower_tier_that_hangs_delays_no_put(self, tmp_path: Path) -> None:
         """Entries that `shared` demotes, and that `host` writes through, do not wait for it."""

@@ -15,6 +15,8 @@ from baton.clock import Instant, MachineClock
 from baton.errors import ConfigError, StoreError, StoreFullError
 from baton.handoff.pool_mode.side_entries import HeartbeatEntryReader, HeartbeatEntryWriter
 from baton.ids import WorkerId, new_epoch, new_ticket_id
+from baton.ops.store_archive import export_entries
+from baton.store.counted_tier import CountedTier
 from baton.store.entry_format import HEADER_BYTES, make_header
 from baton.store.interface import TIERS, PeerAccess, PutResult, TenantLabel, TierContext
 from baton.store.peer.client import PeerClient
@@ -261,6 +263,20 @@ def test_an_entry_that_is_too_large_for_its_reader_stays() -> None:
                 small.is_whole(name_of("a"))
             assert small.usage().num_damaged == 0
             assert read(large, "a") == body_of("a")
+
+
+def test_an_entry_of_one_of_several_that_is_too_large_is_not_left_out_of_an_export_silently(
+    tmp_path: Path,
+) -> None:
+    size = len(body_of("a"))
+    with hosts(2, peers_may="read") as several, ExitStack() as stack:
+        for content, host in zip("ab", several, strict=True):
+            put(host, content)
+            host.put(name_of(f"large {content}"), body_of("large", size + 1))
+        peers = open_peers(*map(url_of, several), max_entry_bytes=size)
+        tier = CountedTier("peer", stack.enter_context(closing(peers)))
+        exported = export_entries([tier], tmp_path / "archive", ClusterKey.from_hex("5" * 64), ())
+        assert (exported.num_entries, exported.num_unreadable) == (2, 2)
 
 
 def test_workers_read_what_is_in_each_others_memory_and_keep_a_copy() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.gateway.metrics import BrokenStreamCause, FallbackCause, GatewayMetrics
+from baton.gateway.fallbacks import FallbackCause
+from baton.gateway.metrics import BrokenStreamCause, GatewayMetrics
 from baton.ops.doctor.finding import Area, Level, Report
 from baton.protocol.alerts import Alert, AlertList, AlertName, AlertState
 from baton.protocol.gateway_http import ALERTS_PATH

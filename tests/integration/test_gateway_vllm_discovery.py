@@ -198,7 +198,7 @@ def test_a_restarted_server_is_another_life(caplog):
         old = server.visits[-1].ticket.decode
         server.begin_another_life()
         await until(lambda: server.num_discoveries == 2)  # its control server says another epoch
-        await until(lambda: "began another life" in caplog.text)
+        await until(lambda: "has started again" in caplog.text)
         await cluster.post(PROMPT)
         new = server.visits[-1].ticket.decode
         assert (new.epoch, new.worker) == (server.epoch, server.name)

@@ -413,6 +413,21 @@ def test_what_a_server_was_not_asked_for_is_not_left_out_silently(
     server.close()
 
 
+def test_entries_that_are_left_out_of_an_export_end_it_with_exit_code_1(tmp_path: Path) -> None:
+    options: dict[str, object] = {"url": f"file://{tmp_path}/bucket"}
+    key, archive = ClusterKey.from_hex(KEY), tmp_path / "kv.archive"
+    store = open_keyed_store(("object",), {"object": options}, key=key, clock=MachineClock())
+    with closing(store):
+        store.put(name_of("a"), body_of("a"))
+        store.put(name_of("large"), body_of("large", BODY_BYTES + 1))
+    export = ("object", options | {"max_entry_bytes": BODY_BYTES}, "store", "export", str(archive))
+    code, done, errors = run_on_server(*export)
+    assert (code, done["num_entries"], done["num_unreadable"]) == (1, 1, 1)
+    assert "max_entry_bytes" in errors
+    code, done, _ = run_on_server(*export, name_of("a").hex())
+    assert (code, done["num_entries"]) == (0, 1)
+
+
 def test_a_tenants_entry_that_the_disk_does_not_read_counts_as_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

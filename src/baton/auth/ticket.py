@@ -46,7 +46,7 @@ two never meet. `reference`: nothing is copied, decode attends over the prefill 
 
 
 class WorkerRef(msgspec.Struct, frozen=True):
-    """One life of one worker, and where its peers reach it (`host:port` of its handoff port).
+    """One incarnation of a worker, and where its peers reach it (`host:port` of its handoff port).
 
     `rank_addresses` has one entry for each tensor-parallel rank, the first is `address`; it is
     empty for a worker of one rank.
@@ -61,7 +61,7 @@ class WorkerRef(msgspec.Struct, frozen=True):
 class TicketIssue(msgspec.Struct, frozen=True):
     """Which ticket of which gateway, and when: no clock is compared with another host's.
 
-    `issuer` is one life of a gateway, `number` counts its tickets and `at` are its monotonic
+    `issuer` is one incarnation of a gateway, `number` counts its tickets and `at` are its monotonic
     seconds. `lifetime_s` is how long the request may take. See `baton.auth.replay`.
     """
 
@@ -72,7 +72,7 @@ class TicketIssue(msgspec.Struct, frozen=True):
 
 
 class TicketIssuer:
-    """Numbers the tickets of one life of a gateway. Owner: one thread."""
+    """Numbers the tickets of one incarnation of a gateway. Owner: one thread."""
 
     def __init__(self, clock: Clock, epoch: Epoch | None = None) -> None:
         self._clock, self._epoch, self._numbers = clock, epoch or new_epoch(), itertools.count()
@@ -84,7 +84,7 @@ class TicketIssuer:
 
 
 class Ticket(msgspec.Struct, frozen=True, tag="ticket", tag_field="t", dict=True):
-    """Authorises one handoff between two lives of two workers.
+    """Authorises one handoff between two incarnations of two workers.
 
     `tenant_salt` enters every block hash. `first_token_early`: the client gets it from the prefill
     worker, and the decode worker goes on from that token whatever happens. `num_prefix_tokens`: KV

@@ -445,8 +445,7 @@ def resolve(command_line: CommandLine, environment: Mapping[str, str]) -> Resolv
     defaults: Layer = {
         key.name: Setting(Typed(key.default), FromDefault()) for key in closed_keys().values()
     }
-    merged = _merge(
-        defaults,
+    merged = defaults | _merge(
         read_file(file) if file else {},
         read_variables(environment),
         read_assignments(command_line.assignments),

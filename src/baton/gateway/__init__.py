@@ -30,6 +30,7 @@ File map, along the way of a request:
     http_client.py  one connection to a worker: a request, its answer as it arrives
     interruptible.py      a stretch of a task that others may end
     errors.py       OpenAI's error JSON and the status codes
+    fallbacks.py    why a request was not served as intended
     openapi.py      `/openapi.json`: what the gateway serves
 
 Streams that go on at another worker:
@@ -56,7 +57,8 @@ Workers, metrics, debugging:
     transfer_feed.py      of what transfers took; transfer_page.py, transfer_sums.py:
                     `/debug/transfers`, by pair and by distance; store_page.py: the store, there
     metrics.py, debug.py  Prometheus metrics; `/debug/workers`, `/debug/links`
-    request_traces.py     the latest requests, merged with what workers recorded; request_pages.py:
+    request_history.py    what is remembered of the latest requests
+    request_traces.py     these, merged with what workers recorded; request_pages.py:
                     `/debug/requests`
     tail_sampling.py      which are sampled, slow or failed; kept_traces.py: those, complete
     otel_export.py  traces to an OpenTelemetry collector; otel_mapping.py: as which spans

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from baton.gateway.clients import Client
-    from baton.gateway.request_traces import RequestHistory
+    from baton.gateway.request_history import RequestHistory
 
 RELEASE_TIMEOUT_S: Final = 5.0
 """How long a client that does not read may delay the error event that ends its stream."""

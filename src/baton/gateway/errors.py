@@ -17,7 +17,7 @@ GatewayError
 │   ├── WorkerReportedError its stream ended with an error
 │   ├── ReplayDiffersError  it does not give the answer of which the client has a part
 │   ├── PrefillFailedError  a prefill worker that was asked first has no KV for decode
-│   ├── StreamMovedError    never sent to a client: the stream goes on at another worker
+│   ├── StreamMovedError    (running_streams.py) never sent: the stream goes on at another worker
 │   ├── TicketRefusedError  a worker does not accept the ticket: it computes the prompt itself
 │   └── StaleTicketError    a worker is a new incarnation: place the request again
 ├── UnusableWorkerError     never sent to a client: the worker is not used
@@ -48,10 +48,7 @@ from baton.router.explanation import NotExplainableError
 
 if TYPE_CHECKING:
     from baton.auth.ticket import WorkerRef
-    from baton.gateway.metrics import FallbackCause
-    from baton.gateway.standby import Standby
-    from baton.router.placement import Placement
-    from baton.router.rebalance import MoveCause
+    from baton.gateway.fallbacks import FallbackCause
 
 RETRY_AFTER_NO_WORKER_S = 2.0
 CLIENTS_FAULTS: Final = frozenset({"invalid_request_error", "BadRequestError"})
@@ -198,24 +195,11 @@ class PrefillFailedError(UpstreamError):
 
 
 class StaleTicketError(UpstreamError):
-    """A worker refused a ticket made for its previous life. Nothing was computed."""
+    """A worker refused a ticket made for its previous incarnation. Nothing was computed."""
 
     def __init__(self, worker: WorkerRef) -> None:
-        super().__init__(f"{worker.worker} refused the ticket: it was made for its previous life")
+        super().__init__(f"{worker.worker} refused the ticket: it is for an earlier process of it")
         self.worker = worker
-
-
-class StreamMovedError(UpstreamError):
-    """No failure: the stream was cut behind a whole event, to go on as `placement` names.
-
-    `standby` is the request that waits there for it, if there is one.
-    """
-
-    def __init__(
-        self, placement: Placement, cause: MoveCause, standby: Standby | None = None
-    ) -> None:
-        super().__init__(f"the stream moves to {placement.decode.id} ({cause})")
-        self.placement, self.cause, self.standby = placement, cause, standby
 
 
 class TicketRefusedError(UpstreamError):

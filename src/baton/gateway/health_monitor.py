@@ -22,7 +22,7 @@ from baton.gateway.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
-from baton.gateway.worker_discovery import Incarnation, LoadReader, WorkerDiscovery
+from baton.gateway.worker_discovery import IncarnationCheck, LoadReader, WorkerDiscovery
 from baton.gateway.workers import NUM_AT_ONCE, Down, Preemption, Up, Worker, Workers
 from baton.protocol.worker_http import HEALTH_PATH, MAX_REASON_CHARS, Health, Role
 from baton.router.health import EjectionCause, may_eject
@@ -212,7 +212,9 @@ class Prober:
         if (
             not isinstance(self._worker.state, Up)
             or not self._num_probes % PROBES_PER_DISCOVERY
-            or (is_doubted and await self._discovery.check_incarnation() is Incarnation.ANOTHER)
+            or (
+                is_doubted and await self._discovery.check_incarnation() is IncarnationCheck.ANOTHER
+            )
         ):
             await self.discover()
 
@@ -378,7 +380,7 @@ class HealthMonitor:
                     self._workers.note_health(worker)
 
     def doubt(self, worker: Worker) -> None:
-        """A vLLM server did nothing with its ticket, maybe because it is in another life.
+        """A vLLM server did nothing with its ticket, maybe because it is in another incarnation.
 
         It does not refuse a stale ticket as a Baton worker does: it computes without it.
         """
@@ -386,7 +388,7 @@ class HealthMonitor:
             prober.doubt()
 
     async def refresh(self, stale: WorkerRef) -> None:
-        """Learn the new epoch of a worker that refused a ticket for its life `stale`."""
+        """Learn the new epoch of a worker that refused a ticket for its incarnation `stale`."""
         worker = self._workers.with_id(stale.worker)
         prober = None if worker is None else self._probers.get(worker)
         if prober is not None:

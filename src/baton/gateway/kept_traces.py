@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.gateway.otel_export import SpanExport
-    from baton.gateway.request_traces import RequestRecord, RequestTraces
+    from baton.gateway.request_history import RequestRecord
+    from baton.gateway.request_traces import RequestTraces
     from baton.gateway.trace_metrics import TraceMetrics
     from baton.protocol.request_traces import RequestTrace
 

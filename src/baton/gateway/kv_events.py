@@ -266,7 +266,7 @@ class KVEvents:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _drop_stale(self) -> bool:
-        """Forget lives that are over; whether there were any."""
+        """Forget incarnations that are over; whether there were any."""
         gone = [w for w, f in self._following.items() if f.publisher != self._publisher_of(w)]
         if gone:
             await asyncio.gather(*(self._drop(worker) for worker in gone))
@@ -349,7 +349,7 @@ class KVEvents:
         await asyncio.shield(ending)  # who drops it may be cancelled: `stop` waits for it
 
     def _publisher_of(self, worker: Worker) -> Publisher | None:
-        """The worker's present life, if it publishes, or is expected to cache prompts."""
+        """The worker's present incarnation, if it publishes, or is expected to cache prompts."""
         info = worker.info
         if info is None or worker.is_gone:
             return None
@@ -364,7 +364,7 @@ class KVEvents:
             media = MEDIA if info.protocol == "baton" else OF_STORE
             sources.append(Source(worker.control_urls[0], media))
         if not sources and self._prefixes is None:
-            return None  # else what is expected of a worker ends with its life
+            return None  # else what is expected of a worker ends with its incarnation
         served = info.served_model_name
         return Publisher(info.worker, info.epoch, served, tuple(sources))
 

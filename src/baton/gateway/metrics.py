@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from baton.gateway.fallbacks import FallbackCause
 from baton.gateway.queue_metrics import QueueMetrics
 from baton.gateway.target_metrics import TargetMetrics
 from baton.gateway.trace_metrics import TraceMetrics
@@ -171,24 +172,6 @@ class Phase(StrEnum):
     QUEUED = "queued"
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-class FallbackCause(StrEnum):
-    """Why a request was not served in the way that was intended for it."""
-
-    PREFILL_UNREACHABLE = "prefill_unreachable"
-    PREFILL_LOST = "prefill_lost"
-    PREFILL_OVERLOADED = "prefill_overloaded"
-    PREFILL_REJECTED = "prefill_rejected"
-    PREFILL_FAILED = "prefill_failed"
-    HANDOFF_FAILED = "handoff_failed"
-    PREFILL_UNAVAILABLE = "prefill_unavailable"
-    DECODE_UNREACHABLE = "decode_unreachable"
-    DECODE_LOST = "decode_lost"
-    DECODE_FAILED = "decode_failed"
-    STALE_TICKET = "stale_ticket"
-    TICKET_REFUSED = "ticket_refused"
-    MODE_UNUSABLE = "mode_unusable"
 
 
 class WaitOutcome(StrEnum):

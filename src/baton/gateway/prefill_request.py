@@ -20,7 +20,8 @@ from baton.gateway.errors import (
     WorkerLostError,
     WorkerUnreachableError,
 )
-from baton.gateway.metrics import FallbackCause, Phase
+from baton.gateway.fallbacks import FallbackCause
+from baton.gateway.metrics import Phase
 from baton.gateway.protocol_adapters import (
     PrefillDone,
     PrefillFailed,
@@ -99,7 +100,7 @@ class PrefillRequest:
         """Ask, and wait until the KV is computed and held for the decode worker.
 
         Raises:
-            StaleTicketError: the ticket is for another life of the prefill worker.
+            StaleTicketError: the ticket is for another incarnation of the prefill worker.
             PrefillFailedError: no KV is held.
         """
         try:

@@ -96,7 +96,7 @@ class Prefixes:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def follow(self, model: str, worker: WorkerId) -> WorkerPrefixes:
-        """What the KV events of one life of a worker are applied to."""
+        """What the KV events of one incarnation of a worker are applied to."""
         self._forget_other_tokenizer(model, worker)
         return self._of(model).follow(worker)
 

@@ -53,8 +53,9 @@ from baton.gateway.prefixes import Prefixes
 from baton.gateway.process_group import ProcessGroup
 from baton.gateway.queue_page import QueuePage
 from baton.gateway.request_context import BackgroundTasks, Fallbacks, Services
+from baton.gateway.request_history import RequestHistory
 from baton.gateway.request_pages import open_request_pages
-from baton.gateway.request_traces import RequestHistory, RequestTraces
+from baton.gateway.request_traces import RequestTraces
 from baton.gateway.retries import Retries
 from baton.gateway.route_explainer import RouteExplainer
 from baton.gateway.running_streams import RunningStreams

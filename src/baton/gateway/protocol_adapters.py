@@ -11,7 +11,7 @@ import msgspec
 from baton.auth.ticket import Ticket, seal, write_unsigned
 from baton.errors import UNDECODABLE, BatonError
 from baton.gateway.errors import OK, ErrorAnswer, KVLostError
-from baton.gateway.metrics import FallbackCause
+from baton.gateway.fallbacks import FallbackCause
 from baton.gateway.request import TICKET_FIELD, TRANSFER_FIELDS, CompletionBody
 from baton.gateway.upstream import Upstream, read_error
 from baton.protocol.request_fields import Resume
@@ -192,7 +192,7 @@ class PrefillDone(Record, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TicketStale:
-    """The ticket was made for another life of the prefill worker. Nothing was handed over."""
+    """The ticket is for another incarnation of the prefill worker. Nothing was handed over."""
 
 
 @dataclass(frozen=True, slots=True)

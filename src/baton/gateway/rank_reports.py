@@ -53,8 +53,8 @@ def merge_transfers(
 ) -> TransferReport:
     """One report of a worker, with workers as peers, of the reports of its ranks.
 
-    Its epoch names the lives of all ranks that have reported: the difference of two merged reports
-    is known as long as that stays the same.
+    Its epoch names the incarnations of all ranks that have reported: the difference of two merged
+    reports is known as long as that stays the same.
 
     Raises:
         StopIteration: there is none.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from baton.gateway.clients import EVERYBODY
 from baton.gateway.metrics import NO_MODE, NO_MODEL, Phase
 from baton.gateway.request import MAX_REQUEST_ID_CHARS
-from baton.gateway.request_traces import RequestRecord
+from baton.gateway.request_history import RequestRecord
 from baton.gateway.targets import NO_TARGETS
 from baton.ids import RequestId, new_span_id
 from baton.protocol.worker_http import REQUEST_ID_HEADER
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from baton.gateway.admission import Admission
     from baton.gateway.audit import AuditLog
     from baton.gateway.clients import Client, Clients
+    from baton.gateway.fallbacks import FallbackCause
     from baton.gateway.health_monitor import HealthMonitor
-    from baton.gateway.metrics import FallbackCause, GatewayMetrics, ModelMetrics
+    from baton.gateway.metrics import GatewayMetrics, ModelMetrics
     from baton.gateway.options import GatewayOptions
     from baton.gateway.prefixes import Prefixes
     from baton.gateway.retries import Retries, Retry

@@ -16,7 +16,7 @@ from baton.errors import InvalidRequestError
 from baton.gateway.errors import PathNotFoundError
 from baton.gateway.kept_traces import KeptTraces
 from baton.gateway.otel_export import open_export
-from baton.gateway.request_traces import NUM_LISTED, RequestHistory, RequestTraces, latest
+from baton.gateway.request_traces import NUM_LISTED, RequestTraces, latest
 from baton.gateway.tail_sampling import KeptKind, TailSampler
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from baton.clock import Clock
     from baton.config.sections import TraceSection
+    from baton.gateway.request_history import RequestHistory
     from baton.gateway.trace_metrics import TraceMetrics
     from baton.protocol.request_traces import RequestList, RequestTrace
 

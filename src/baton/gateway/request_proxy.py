@@ -19,15 +19,15 @@ from baton.gateway.errors import (
     NoWorkerError,
     PrefillFailedError,
     StaleTicketError,
-    StreamMovedError,
     TicketRefusedError,
     UpstreamError,
     WorkerFailedError,
     WorkerLostError,
     WorkerUnreachableError,
 )
+from baton.gateway.fallbacks import FallbackCause
 from baton.gateway.interruptible import Interruptible
-from baton.gateway.metrics import NO_MODE, FallbackCause
+from baton.gateway.metrics import NO_MODE
 from baton.gateway.placing import find_base, find_prompt, find_serving, find_sole_field
 from baton.gateway.prefill_request import NO_ANSWER, Handoff, PrefillRequest
 from baton.gateway.protocol_adapters import find_kv_load_failure, request_bodies, write_ticket
@@ -40,7 +40,7 @@ from baton.gateway.response_forwarder import (
     find_missing_end,
 )
 from baton.gateway.resumption import Resumption
-from baton.gateway.running_streams import REST_TOKENS, RunningStream
+from baton.gateway.running_streams import REST_TOKENS, RunningStream, StreamMovedError
 from baton.gateway.workers import find_not_asked
 from baton.ids import WorkerId, new_ticket_id
 from baton.protocol.worker_http import CREATED_HEADER, TIMEOUT_HEADER

@@ -22,7 +22,6 @@ from baton.gateway.errors import (
     DeadlineError,
     ErrorAnswer,
     StaleTicketError,
-    StreamMovedError,
     TicketRefusedError,
     UpstreamError,
     WorkerFailedError,
@@ -32,6 +31,7 @@ from baton.gateway.errors import (
 )
 from baton.gateway.protocol_adapters import client_answer, client_error, first_error
 from baton.gateway.request_context import RequestContext, Services, note_error
+from baton.gateway.running_streams import StreamMovedError
 from baton.gateway.stream_record import DONE, ERROR_EVENT, StreamRecord
 from baton.gateway.upstream import read_error
 from baton.protocol.worker_http import (

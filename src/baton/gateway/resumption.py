@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from baton.clock import Instant
-    from baton.gateway.errors import StreamMovedError
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
+    from baton.gateway.running_streams import StreamMovedError
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.placement import Placement
 

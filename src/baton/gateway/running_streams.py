@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from baton.errors import UNDECODABLE
-from baton.gateway.errors import StreamMovedError
+from baton.gateway.errors import UpstreamError
 from baton.router.rebalance import TYPICAL_ANSWER_TOKENS, StreamLoad
 
 if TYPE_CHECKING:
@@ -23,13 +23,28 @@ if TYPE_CHECKING:
     from baton.gateway.standby import Standby
     from baton.ids import WorkerId
     from baton.router.fleet import WorkerView
+    from baton.router.placement import Placement
     from baton.router.prefixes import PromptMatch
+    from baton.router.rebalance import MoveCause
 
 REST_TOKENS: Final = 32
 """Left to be computed where a stream moves to: one step, hardly longer than one of few tokens."""
 LIMIT_FIELDS: Final = ("max_completion_tokens", "max_tokens")
 
 _count_decoder = msgspec.json.Decoder(int | None)
+
+
+class StreamMovedError(UpstreamError):
+    """No failure: the stream was cut behind a whole event, to go on as `placement` names.
+
+    `standby` is the request that waits there for it, if there is one.
+    """
+
+    def __init__(
+        self, placement: Placement, cause: MoveCause, standby: Standby | None = None
+    ) -> None:
+        super().__init__(f"the stream moves to {placement.decode.id} ({cause})")
+        self.placement, self.cause, self.standby = placement, cause, standby
 
 
 @dataclass(slots=True, eq=False)

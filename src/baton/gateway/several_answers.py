@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from baton.auth.ticket import HandoffMode
     from baton.gateway.answer_plan import AnswerPlan
     from baton.gateway.request_context import RequestContext, Services
-    from baton.gateway.request_traces import RequestRecord
+    from baton.gateway.request_history import RequestRecord
     from baton.router.fleet import WorkerView
 
 NOT_SHARED: Final[frozenset[HandoffMode]] = frozenset({"reference"})

@@ -22,14 +22,9 @@ from typing import TYPE_CHECKING, Final
 from baton.auth.ticket import Ticket, hash_tenant
 from baton.clock import Instant
 from baton.errors import BatonError
-from baton.gateway.errors import (
-    ErrorAnswer,
-    PrefillFailedError,
-    StreamMovedError,
-    UpstreamError,
-    WorkerFailedError,
-)
-from baton.gateway.metrics import FallbackCause, MoveResult
+from baton.gateway.errors import ErrorAnswer, PrefillFailedError, UpstreamError, WorkerFailedError
+from baton.gateway.fallbacks import FallbackCause
+from baton.gateway.metrics import MoveResult
 from baton.gateway.protocol_adapters import (
     PrefillDone,
     copy_bodies,
@@ -37,7 +32,7 @@ from baton.gateway.protocol_adapters import (
     write_ticket,
 )
 from baton.gateway.request_context import LOG_AGAIN_AFTER_S, RequestContext, Services
-from baton.gateway.running_streams import REST_TOKENS, RunningStream
+from baton.gateway.running_streams import REST_TOKENS, RunningStream, StreamMovedError
 from baton.gateway.standby import Standby, find_standby_worker
 from baton.gateway.stream_record import ERROR_EVENT
 from baton.gateway.upstream import MAX_SMALL_ANSWER_BYTES
@@ -56,7 +51,7 @@ from baton.telemetry.log_limit import LimitedLog
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from baton.gateway.request_traces import RequestHistory
+    from baton.gateway.request_history import RequestHistory
     from baton.router.load import FleetLoad
 
 LOOK_S: Final = 0.1
@@ -287,7 +282,7 @@ class StreamMoves:
         return standby if standby.num_prefix_tokens else None
 
     def _check_there(self, target: WorkerView) -> None:
-        """Pass if requests may still be placed on the life of it that has the KV."""
+        """Pass if requests may still be placed on the incarnation of it that has the KV."""
         worker = self._services.workers.with_id(target.id)
         info = None if worker is None or not worker.is_available else worker.info
         if info is None or info.epoch != target.ref.epoch:

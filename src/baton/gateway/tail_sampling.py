@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from baton.telemetry.trace import Stamp
 
 if TYPE_CHECKING:
-    from baton.gateway.request_traces import RequestRecord
+    from baton.gateway.request_history import RequestRecord
 
 WINDOW: Final = 1024
 """Values of which the quantile is taken."""

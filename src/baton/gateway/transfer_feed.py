@@ -64,7 +64,7 @@ class _Kept(NamedTuple):
 
 
 class ReportHistory:
-    """The reports of one life of a worker that a window of `WINDOW_S` needs.
+    """The reports of one incarnation of a worker that a window of `WINDOW_S` needs.
 
     `latest` is what was reported last: the only one that is kept decoded.
     """
@@ -75,7 +75,7 @@ class ReportHistory:
         self.add(report, now)
 
     def add(self, report: TransferReport, now: Instant) -> None:
-        """One more; what an earlier life of the worker reported is forgotten."""
+        """One more; what an earlier incarnation of the worker reported is forgotten."""
         if self.latest.epoch != report.epoch:
             self._kept.clear()
         self.latest = report

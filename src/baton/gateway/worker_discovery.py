@@ -44,7 +44,7 @@ MAX_ADAPTERS: Final = 4096
 log = logging.getLogger(__name__)
 
 
-class Incarnation(Enum):
+class IncarnationCheck(Enum):
     """What a vLLM server's control server reports about the known incarnation."""
 
     SAME = "same"
@@ -77,7 +77,7 @@ class WorkerDiscovery:
         """
         if self._unusable is not None:
             raise UnusableWorkerError(self._unusable)
-        if self._known_info is not None and await self.check_incarnation() is Incarnation.SAME:
+        if self._known_info is not None and await self.check_incarnation() is IncarnationCheck.SAME:
             await self._read_models()
             return self._known_info
         self.adapters = frozenset()
@@ -96,17 +96,17 @@ class WorkerDiscovery:
             case _:
                 raise UpstreamError(f"{INFO_PATH} answered {status}: is this a Baton worker?")
 
-    async def check_incarnation(self) -> Incarnation:
-        """Whether a vLLM server is still in the life that we know; costs it nothing."""
+    async def check_incarnation(self) -> IncarnationCheck:
+        """Whether a vLLM server is still in the incarnation that we know; costs it nothing."""
         known = self._known_info
         if known is None:
-            return Incarnation.UNKNOWN
+            return IncarnationCheck.UNKNOWN
         try:
             reply = await self._ask_control(known)
         except (UpstreamError, ProtocolError, UnusableWorkerError):
-            return Incarnation.UNKNOWN
+            return IncarnationCheck.UNKNOWN
         is_same = (reply.worker, reply.epoch) == (known.worker, known.epoch)
-        return Incarnation.SAME if is_same else Incarnation.ANOTHER
+        return IncarnationCheck.SAME if is_same else IncarnationCheck.ANOTHER
 
     async def _discover_vllm(self) -> WorkerInfo:
         try:

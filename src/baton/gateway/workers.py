@@ -146,7 +146,7 @@ class Worker:
     """One address that the operator or a source lists.
 
     `sources` list it, none once it has left; `why_withdrawn` is why it gets nothing new, and its
-    streams move. `preempted`: the notice of one of its lives, which holds if it does not answer in
+    streams move. `preempted`: the notice of one incarnation, which holds if it does not answer in
     between. `has_drained`: it has reported that it takes no more, and was not up since.
     `is_gone`: it is no longer in the registry; requests may still end there.
     """
@@ -348,7 +348,7 @@ class Workers:
             return
         before = worker.info
         if before is not None and before.epoch != info.epoch:
-            log.warning("%s began another life: epoch %s → %s", worker, before.epoch, info.epoch)
+            log.warning("%s has started again: epoch %s → %s", worker, before.epoch, info.epoch)
         if before is None or before.epoch != info.epoch:
             worker.why_no_handoffs = None
         has_other_adapters = worker.adapters != adapters

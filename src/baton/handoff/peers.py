@@ -342,7 +342,7 @@ class PeerTable:
         return f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
 
     def dial(self, ref: WorkerRef) -> Peer | None:
-        """The link to one life of a worker, made now if there is none; it may not be up yet.
+        """The link to one incarnation of a worker, made now if there is none; it may not be up yet.
 
         None if the address makes no sense or refuses at once. What goes wrong later follows as a
         `PeerGone`.

@@ -350,7 +350,7 @@ def check_answers(tier: CountedTier) -> None:
 
 
 def is_unreadable(tier: CountedTier, name: EntryName) -> bool:
-    """Whether an entry that could not be leased is there: too large, refused, or its disk fails.
+    """Whether an entry that was not read is there: too large, refused, or its disk has failed.
 
     Raises:
         StoreError: it is on a server that does not answer.
@@ -358,7 +358,8 @@ def is_unreadable(tier: CountedTier, name: EntryName) -> bool:
     inner = tier.inner
     for place in inner.places if isinstance(inner, HasPlaces) else (inner,):
         try:
-            place.is_whole(name)
+            if place.is_whole(name):  # the disk has failed once
+                return True
         except StoreError:
             check_answers(tier)
             return True

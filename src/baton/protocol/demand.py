@@ -55,7 +55,7 @@ class ModelDemand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemandReport(msgspec.Struct, frozen=True):
-    """All models of a gateway. `epoch` is that of the gateway's present life."""
+    """All models of a gateway. `epoch` is that of the gateway's present incarnation."""
 
     epoch: Name
     models: Annotated[tuple[ModelDemand, ...], Meta(max_length=MAX_MODELS)]

@@ -255,7 +255,7 @@ class Health(msgspec.Struct, frozen=True):
 
     `preempted_in_s`: of a worker whose machine will be taken, seconds until then. `clock`: read
     while the answer was made; the instants of its traces are on that clock. `why_no_handoffs`: of a
-    worker that is well, why it refuses all handoffs in this life.
+    worker that is well, why it refuses all handoffs in this incarnation.
     """
 
     status: str = "ok"

@@ -224,7 +224,7 @@ class HandoffCosts:
         self._guess_again()
 
     def forget_pairs(self) -> None:
-        """A worker has moved, or names are those of lives that are over."""
+        """A worker has moved, or names are those of incarnations that are over."""
         for cost in self.pairs.values():
             cost.leave()
         self.pairs.clear()

@@ -431,7 +431,7 @@ class FleetLoad:
         """What that worker has to do for a model."""
         activity = self._workers.get((model, worker))
         if activity is None:
-            if len(self._workers) >= MOST_WORKERS:  # names of lives that are over
+            if len(self._workers) >= MOST_WORKERS:  # names of incarnations that are over
                 self._forget_idle()
             activity = self._workers[model, worker] = WorkerActivity(self.costs(model))
         return activity

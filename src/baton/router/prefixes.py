@@ -101,7 +101,7 @@ class ModelPrefixes:
         return sum(entries.num_entries for entries in self._stored.values())
 
     def follow(self, worker: WorkerId) -> WorkerPrefixes:
-        """What a worker's events are applied to, for one life of it."""
+        """What a worker's events are applied to, for one incarnation of it."""
         self.forget(worker)
         followed = WorkerPrefixes(worker, self, self._names)
         self._followed[worker] = followed

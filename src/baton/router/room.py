@@ -88,7 +88,7 @@ class FleetRoom:
         """
         known = self._limits.pop(worker, inf)
         before = self._reports.pop(worker, None)
-        if len(self._reports) >= MOST_WORKERS:  # names of lives that are over
+        if len(self._reports) >= MOST_WORKERS:  # names of incarnations that are over
             self._limits.clear()
             self._reports.clear()
         if (latest := report or before) is not None:

@@ -179,7 +179,7 @@ def _share(demand: Demand, rate: float, size: Size, options: ScalingOptions) -> 
 
 @dataclass(slots=True)
 class _Counter:
-    """One gateway's count of requests, as it was seen: `(at, num)`, of one life."""
+    """One gateway's count of requests, as it was seen: `(at, num)`, of one incarnation."""
 
     epoch: str
     seen: deque[tuple[float, int]] = field(default_factory=deque)

@@ -126,7 +126,7 @@ class GrantHolder:
     identity: PeerIdentity | None = None
 
     def holds(self, epoch: Epoch, name: WorkerId | None) -> bool:
-        """Whether a grant for this life of a worker of this name is its own."""
+        """Whether a grant for this incarnation of a worker of this name is its own."""
         if self.epoch != epoch:
             return False
         identity = self.identity

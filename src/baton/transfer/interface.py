@@ -2,8 +2,8 @@
 
 A write copies pages of a local region into pages of a peer's region, then delivers a
 *notification*: a few bytes for the peer's handoff, which arrive only after the pages are in place.
-The receiver admits writes into a *grant*: a ticket id, the pages it covers and the one life of the
-one worker that may write. What a transport can not recall it must be able to wait for: after
+The receiver admits writes into a *grant*: a ticket id, the pages it covers and the one incarnation
+of the one worker that may write. What a transport can not recall it must be able to wait for: after
 `close_grant` it reports `GrantQuiescent` once, when nothing can land in that grant any more.
 
 Two things only some transports do, and are protocols of their own. A read (`ReadsPages`,
@@ -187,7 +187,7 @@ class WriteGrant(Record, frozen=True):
 
 
 class ReadGrant(Record, frozen=True):
-    """Permission for the worker `reader_name`, in its life `reader`, to read pages of a region."""
+    """Permission for the worker `reader_name`, incarnation `reader`, to read pages of a region."""
 
     id: TicketId
     region: RegionHandle
@@ -497,7 +497,7 @@ class TracksReaders(Protocol):
     def open_reader(self, reader: Epoch) -> int | None:
         """A descriptor that becomes readable when that process has ended, with its mappings.
 
-        Of the worker of that life, if it is attached now; None where it is not, or where the
+        Of the worker of that incarnation, if it is attached now; None where it is not, or where the
         kernel cannot report it. The caller closes it; it outlives the connection.
         """
         ...

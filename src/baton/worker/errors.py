@@ -34,7 +34,7 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 class StaleTicketError(BatonError):
-    """A ticket for another life of this worker, or one that was used already."""
+    """A ticket for another incarnation of this worker, or one that was used already."""
 
 
 class StandbyError(BatonError):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """One life of one worker, as HTTP shows it.
+    """One incarnation of one worker, as HTTP shows it.
 
     `key` None serves without handoffs. `is_tls`: only holders of the key can connect; else
     `require_bearer` is for listeners beyond loopback.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TicketReader:
-    """Reads tickets that name this life of this worker. Owned by the event loop's thread."""
+    """Reads tickets that name this incarnation of this worker. Owned by the event loop's thread."""
 
     def __init__(self, worker: WorkerId, epoch: Epoch, credentials: Credentials | None) -> None:
         self._self_id, self._credentials = (worker, epoch), credentials
@@ -30,7 +30,7 @@ class TicketReader:
 
         Raises:
             TicketError: malformed or forged, or this worker hands nothing over.
-            StaleTicketError: for another life or another worker, used before, or expired.
+            StaleTicketError: for another incarnation or another worker, used before, or expired.
         """
         if text is None:
             return Colocated()

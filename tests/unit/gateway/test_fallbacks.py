@@ -3,7 +3,8 @@ from __future__ import annotations
 import logging
 
 from baton.clock import Instant
-from baton.gateway.metrics import FallbackCause, GatewayMetrics
+from baton.gateway.fallbacks import FallbackCause
+from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.request_context import LOG_AGAIN_AFTER_S, Fallbacks, RequestContext
 from baton.ids import RequestId
 from baton.telemetry.trace import RequestSpan

@@ -7,7 +7,7 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from baton.gateway.kept_traces import MOST_PENDING, NUM_FETCHING, KeptTraces
-from baton.gateway.request_traces import RequestRecord
+from baton.gateway.request_history import RequestRecord
 from baton.gateway.tail_sampling import KeptKind, TailSampler
 from baton.gateway.trace_metrics import TraceMetrics
 from baton.protocol.request_traces import RequestTrace

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.gateway.metrics import FallbackCause
+from baton.gateway.fallbacks import FallbackCause
 from baton.gateway.protocol_adapters import (
     PrefillDone,
     PrefillFailed,

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.gateway.request_traces import RequestHistory, RequestRecord
+from baton.gateway.request_history import RequestHistory, RequestRecord
 from baton.telemetry.trace import RequestSpan
 
 

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from baton.gateway.request_traces import RequestRecord
+from baton.gateway.request_history import RequestRecord
 from baton.gateway.tail_sampling import MIN_SEEN, WINDOW, HeadSampler, KeptKind, TailSampler
 from baton.telemetry.trace import RequestSpan, Stamp, pack_token_gaps
 

@@ -121,7 +121,7 @@ def test_a_new_epoch_is_a_new_worker(workers, caplog):
         workers.register(workers.all[1], info(epoch="a" * 32))
     (view,) = workers.fleet.models["demo"].decodes
     assert view.ref.epoch == "a" * 32
-    assert "began another life" in caplog.text
+    assert "has started again" in caplog.text
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])

@@ -28,6 +28,17 @@ def test_not_more_than_some_are_remembered() -> None:
     assert [name in refused for name in NAMES] == [False] + [True] * MAX_NAMES
 
 
+def test_those_that_are_too_large_are_left_alone_and_are_no_refusal() -> None:
+    clock = ManualClock()
+    refused = RefusedReads(clock)
+    for name in NAMES[: 2 * SERVER_REFUSES]:
+        refused.leave_alone(name)
+    assert NAMES[0] in refused
+    assert not refused.add(NAMES[-1]), "the first of a row"
+    clock.advance(READ_AGAIN_S)
+    assert NAMES[0] not in refused
+
+
 def test_different_ones_in_a_row_are_refused_by_the_server() -> None:
     refused = RefusedReads(ManualClock())
     row = NAMES[:SERVER_REFUSES]

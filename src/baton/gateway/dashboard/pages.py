@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from baton.gateway.completions import Completions
     from baton.gateway.request_context import Services
-    from baton.gateway.request_traces import RequestHistory
+    from baton.gateway.request_history import RequestHistory
 
 EVENTS: Final = "events"
 INDEX: Final = "index.html"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from baton.gateway.completions import Completions
     from baton.gateway.request_context import Services
-    from baton.gateway.request_traces import RequestHistory
+    from baton.gateway.request_history import RequestHistory
     from baton.router.load import EndedRequest
 
 TARGETS_WINDOW_S: Final = 30

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from baton.gateway.debug import LinkList, WorkerList
     from baton.gateway.queue_page import QueuePage
     from baton.gateway.request_context import Services
-    from baton.gateway.request_traces import RequestHistory, RequestRecord
+    from baton.gateway.request_history import RequestHistory, RequestRecord
     from baton.gateway.transfer_page import PairHandoffs, TransferPage, TransferPageReply
 
 MOST_WORKERS: Final = 512

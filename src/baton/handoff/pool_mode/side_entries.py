@@ -1,7 +1,7 @@
 """Small entries by which workers send each other state through the store; read by polling.
 
 **A heartbeat**: what a prefill worker's engine has yet to compute. The two workers of a handoff
-through the store never meet, so this too is an entry, one for each life of a prefill worker:
+through the store never meet, so this too is an entry, one for each incarnation of a prefill worker:
 replaced now and then while its engine computes, with another number in it. What changes was written
 after the last look, so no clocks are compared (docs/wire/store.md).
 

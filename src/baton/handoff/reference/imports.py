@@ -59,7 +59,7 @@ MAX_UNREACHABLE_EXPORTERS: Final = 64
 
 @dataclass(slots=True, eq=False)
 class _Exporter:
-    """One life of a worker: its pages, attached by `remote`, mapped as `mapping`; or why not.
+    """An incarnation of a worker: its pages, attached by `remote`, mapped as `mapping`; or why not.
 
     `reason` holds until `retry_at`.
     """

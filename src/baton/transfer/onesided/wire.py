@@ -20,7 +20,7 @@ MAX_METADATA_BYTES: Final = 1 << 16
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Peer → owner, first: which life of a worker wants to write, or read, which region."""
+    """Peer → owner, first: which incarnation of a worker wants to write, or read, which region."""
 
     epoch: EpochText
     region: IdBytes

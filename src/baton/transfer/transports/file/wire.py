@@ -19,7 +19,7 @@ SpoolName: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^baton-[0-9a-f]{32}
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Writer → receiver, first: which life of a worker wants to write into which region.
+    """Writer → receiver, first: which incarnation of a worker wants to write into which region.
 
     `link` begins the names of this connection's part files.
     """

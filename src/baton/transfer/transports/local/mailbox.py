@@ -32,7 +32,7 @@ class LocalLink:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Dialer: this life of a worker wants to reach this region."""
+    """Dialer: this incarnation of a worker wants to reach this region."""
 
     link: LocalLink
     credentials: Credentials

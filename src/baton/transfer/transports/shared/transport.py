@@ -82,7 +82,7 @@ class SharedWriter(WriterConnection):
         return same and attach.is_only
 
     def open_process(self, epoch: Epoch) -> int | None:
-        """A descriptor of the peer's process, if it is that life of a worker and can be watched."""
+        """A descriptor of the peer's process, if it is that incarnation and can be watched."""
         if self._attach.epoch != epoch or self._process is None:
             return None
         try:

@@ -21,7 +21,7 @@ ArrayCount: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_ARRAYS)]
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Writer → receiver, first: which life of a worker wants to write into which region.
+    """Writer → receiver, first: which incarnation of a worker wants to write into which region.
 
     `holder` is one transport of one process. `is_only`: it has no other mapping of the region, so
     whatever it was sent over connections that broke, it stores nothing any more.

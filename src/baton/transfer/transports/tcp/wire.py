@@ -37,7 +37,7 @@ Stripes: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_STREAMS)]
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """Dialer → listener, first: which life of a worker wants to reach which region.
+    """Dialer → listener, first: which incarnation of a worker wants to reach which region.
 
     `link` is the same for all streams of one remote, and of no other.
     """
