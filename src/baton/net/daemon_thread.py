@@ -27,7 +27,7 @@ def begin_call(name: str, function: Callable[[], Result]) -> Future[Result]:
     def run() -> None:
         try:
             result.set_result(function())
-        except Exception as exc:  # noqa: BLE001 - whoever waits for the result gets it
+        except BaseException as exc:  # noqa: BLE001 - also of a library in Rust that panics
             result.set_exception(exc)
 
     try:
