@@ -22,7 +22,7 @@ from baton.cli.flags import (
     TlsKey,
 )
 from baton.config.cluster_key import KEY_VARIABLE
-from baton.config.environment import change_environment, read_environment
+from baton.config.environment import TOKENIZER_VARIABLES, change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, ScalingSection
 from baton.errors import ConfigError
@@ -109,7 +109,7 @@ def gateway(flags: GatewayFlags | None = None) -> int:
         listen_fds=_numbers(flags.listen_fds),
         management_fds=_numbers(flags.management_fds),
     )
-    change_environment({}, (KEY_VARIABLE,))
+    change_environment(TOKENIZER_VARIABLES, (KEY_VARIABLE,))
     run_gateway(options)
     return 0
 

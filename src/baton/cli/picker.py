@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from baton.cli.flags import Sets
 from baton.cli.gateway import FrontFlags, gateway_options
 from baton.config.cluster_key import KEY_VARIABLE
-from baton.config.environment import change_environment
+from baton.config.environment import TOKENIZER_VARIABLES, change_environment
 from baton.config.logs import configure_logging
 from baton.errors import ConfigError
 
@@ -38,6 +38,6 @@ def picker(flags: PickerFlags | None = None) -> int:
     options = gateway_options(config, flags.status_fd)
     if options.processes > 1:
         raise ConfigError("a picker is one process: start several, each with a port of its own")
-    change_environment({}, (KEY_VARIABLE,))
+    change_environment(TOKENIZER_VARIABLES, (KEY_VARIABLE,))
     run_picker(options)
     return 0

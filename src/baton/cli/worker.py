@@ -9,7 +9,7 @@ from msgspec import structs
 
 from baton.cli.flags import ConfigFlags, Engine, Model, Sets, StatusFd, Store, Transport
 from baton.config.cluster_key import KEY_VARIABLE
-from baton.config.environment import change_environment, read_environment
+from baton.config.environment import TOKENIZER_VARIABLES, change_environment, read_environment
 from baton.config.logs import configure_logging
 from baton.config.sections import Config, Role
 from baton.config.topology import find_worker_topology
@@ -78,7 +78,8 @@ def worker(flags: WorkerFlags | None = None) -> int:
 
         _check_transports(config)
         options = _options(config, flags.status_fd)
-        change_environment({}, (KEY_VARIABLE,))  # what a worker starts needs no key
+        # What a worker starts needs no key.
+        change_environment(TOKENIZER_VARIABLES, (KEY_VARIABLE,))
         try:
             run_worker(options)
         except SupersededError as exc:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 MAX_RUNTIME_ROOT: Final = 50
 """Behind it come the name of a worker's folder and a socket's, which vLLM makes of a UUID."""
 
+TOKENIZER_VARIABLES: Final = {"TOKENIZERS_PARALLELISM": "false"}
+"""Texts are tokenized one by one. By default the library starts a thread for each core with the
+first one, and where it does not get them, it fails for the rest of the process's life."""
+
 
 def read_environment() -> Mapping[str, str]:
     """A snapshot of the environment: later changes do not show."""

@@ -55,8 +55,9 @@ class LinkFeed(ReportFeed[MeasuredLinks]):
         if located != self._located:  # on which pairs and distances depend
             self._located, self._grouped = located, {}
         for worker, report in self.reports.items():
-            if worker.info is not None and worker.info.worker in views:
-                view = views[worker.info.worker]
+            info = worker.info
+            if info is not None and info.worker in views:
+                view = views[info.worker]
                 before = self._grouped.get(view.id)
                 if before is None or before[0] is not report:
                     pairs = _find_pairs(view, report.links, views)
@@ -64,7 +65,7 @@ class LinkFeed(ReportFeed[MeasuredLinks]):
                     self._grouped[view.id] = before = report, group_links(pairs, places)
                     await asyncio.sleep(0)
                 by_model.setdefault(view.model, []).append(before[1])
-                if (shape := read_shape(worker.info)) is not None:
+                if (shape := read_shape(info)) is not None:
                     shapes[view.model] = shape
         for model, measured in by_model.items():
             self._load.costs(model).handoffs.note_links(measured, shapes.get(model))

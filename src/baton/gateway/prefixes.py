@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from baton.router.worker_prefixes import WorkerPrefixes
 
 SECRET_BYTES: Final = 32
+_PASSING: Final = frozenset({
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT
+})  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -169,18 +173,18 @@ class Prefixes:
             room = partial(find_largest_context, self._workers, model)
             read = partial(PromptTokenizer, folder, self._clock, self._threads, room)
             return await asyncio.wrap_future(begin_call("read-tokenizer", read))
-        except ConfigError as exc:
+        except Exception as exc:  # noqa: BLE001 - no prompt may fail for it, whatever it is
+            if not isinstance(exc, ConfigError) or _may_pass(exc):
+                del self._loading[model]  # the next prompt has it read again
+                why = f"the tokenizer of {model!r} cannot be read now: {exc!r}"
+                self._log.warning("tokenizer", why)
+                return why
             log.warning(
                 "prompts of %r are not tokenized here, so cached prefixes are not found: %s",
                 model,
                 exc,
             )
             return str(exc)
-        except Exception as exc:  # noqa: BLE001 - no prompt may fail for it, whatever it is
-            del self._loading[model]  # the next prompt has it read again: it may pass
-            why = f"the tokenizer of {model!r} cannot be read now: {exc!r}"
-            self._log.warning("tokenizer", why)
-            return why
 
     def _forget_other_tokenizer(self, model: str, worker: WorkerId) -> None:
         """The next prompt has it read again, if this worker has another one, or the first one."""
@@ -222,6 +226,12 @@ class _RefusedBlocks(Collector):
             "Blocks that found no room among those that some worker is known to hold.",
             value=sum(model.num_refused_blocks for model in self._models.values()),
         )
+
+
+def _may_pass(error: ConfigError) -> bool:
+    """Whether there was no descriptor or memory, or a disk or a server failed."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _PASSING
 
 
 def _folder_of(worker: Worker, model: str) -> Path | None:

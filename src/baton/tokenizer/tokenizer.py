@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,9 +49,20 @@ class Tokenizer:
         self.longest_token_chars = max(map(len, fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int32]:
-        """Token ids `[n]` of `text`; may take long: run it on a thread for long texts."""
+        """Token ids `[n]` of `text`; may take long: run it on a thread for long texts.
+
+        Raises:
+            EngineError: the library failed.
+        """
         # A batch of one: only batches release the interpreter's lock, and "fast" skips offsets.
-        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            (encoding,) = self._fast.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except BaseException as exc:
+            if _is_panic(exc):
+                raise EngineError(f"the tokenizer failed: {exc}") from exc
+            raise
         return np.asarray(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -89,11 +100,18 @@ def load_tokenizer(model: Path) -> Tokenizer:
     try:
         fast = FastTokenizer.from_buffer(raw)
         decoder = msgspec.json.decode(raw, type=_TokenizerFile).decoder
-    except Exception as exc:  # tokenizers raises bare Exception
+    except BaseException as exc:  # tokenizers raises bare Exception
+        if not (isinstance(exc, Exception) or _is_panic(exc)):
+            raise
         raise ConfigError(f"{path} is not a tokenizer that this version can read: {exc}") from exc
     fast.no_truncation()
     fast.no_padding()
     return Tokenizer(fast, spells_bytes=decoder is not None and decoder.spells_bytes())
+
+
+def _is_panic(exc: BaseException) -> bool:
+    """Of the library's Rust: a class that cannot be imported, and that is no `Exception`."""
+    return type(exc).__name__ == "PanicException"
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -31,6 +36,8 @@ from baton.tokenizer.tokenizer import load_tokenizer
 from tests.unit.gateway.test_workers import info
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pytest
 
 
@@ -100,6 +107,59 @@ def test_a_folder_that_cannot_be_looked_into_is_as_none_and_another_workers_is_r
 
     asyncio.run(main())
     prefixes.close()
+
+
+def test_a_tokenizer_that_could_not_be_opened_for_the_moment_is_read_again() -> None:
+    metrics = GatewayMetrics()
+    folders = {"demo": DEMO_MODEL_PATH}
+    prefixes = Prefixes(Workers([], metrics), folders, ManualClock(), metrics.registry)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main() -> None:
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+        try:
+            assert await prefixes.find(BODY) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert await prefixes.find(BODY) is not None
+
+    asyncio.run(main())
+    prefixes.close()
+
+
+def test_a_tokenizer_in_which_the_library_panics_is_none(tmp_path: Path) -> None:
+    content = json.loads((DEMO_MODEL_PATH / "tokenizer.json").read_bytes())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    metrics = GatewayMetrics()
+    prefixes = Prefixes(Workers([], metrics), {"demo": tmp_path}, ManualClock(), metrics.registry)
+
+    async def main() -> None:
+        for _ in range(2):
+            assert await prefixes.find(BODY) is None
+        assert "is not a tokenizer" in prefixes.not_tokenized["demo"]
+
+    asyncio.run(main())
+    prefixes.close()
+
+
+THREADS = """
+import os
+from baton.config.environment import TOKENIZER_VARIABLES, change_environment
+change_environment(TOKENIZER_VARIABLES)
+from baton.models import DEMO_MODEL_PATH
+from baton.tokenizer.tokenizer import load_tokenizer
+before = len(os.listdir("/proc/self/task"))
+load_tokenizer(DEMO_MODEL_PATH).encode("a b", add_special_tokens=True)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_tokenizing_starts_no_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, check=True)
+    assert done.stdout == b"0\n"
 
 
 def test_a_tokenizer_that_could_not_be_read_for_want_of_a_thread_is_read_again(
