@@ -27,8 +27,10 @@ def begin_call(name: str, function: Callable[[], Result]) -> Future[Result]:
     def run() -> None:
         try:
             result.set_result(function())
-        except BaseException as exc:  # noqa: BLE001 - also of a library in Rust that panics
+        except Exception as exc:  # noqa: BLE001 - whoever waits for the result gets it
             result.set_exception(exc)
+        except BaseException as exc:  # noqa: BLE001 - a library in Rust that panics
+            result.set_exception(RuntimeError(repr(exc)))
 
     try:
         threading.Thread(target=run, name=name, daemon=True).start()

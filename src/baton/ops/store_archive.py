@@ -23,6 +23,7 @@ from baton.errors import ConfigError, ProtocolError, StoreError, StoreFullError
 from baton.ops.store import check_answers, is_unreadable
 from baton.store.entry_format import HEADER_BYTES, MAGIC, has_digest, make_header, parse_header
 from baton.store.interface import NO_TENANT, EndsWithUsers, EntryName, PutResult, TenantLabel
+from baton.store.remote.tier import RemoteTier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -70,6 +71,9 @@ def export_entries(
     entries_key, mac = key.sign("store", b"entries"), _begin_mac(key)
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     num_entries = num_bytes = num_unreadable = 0
+    for tier in tiers:
+        if isinstance(tier.inner, RemoteTier):
+            tier.inner.expect_refusals()
     try:
         fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
         with os.fdopen(fd, "wb") as file:

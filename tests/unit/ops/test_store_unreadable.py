@@ -49,15 +49,30 @@ def bucket_fixture(tmp_path: Path) -> str:
     return url
 
 
-def failing_for(content: str, error: StoreError) -> Callable[[ObjectClient, str, int], Body | None]:
+def failing_for(
+    contents: str, error: StoreError
+) -> Callable[[ObjectClient, str, int], Body | None]:
     read_value = ObjectClient.read
 
     def read_or_fail(self: ObjectClient, key: str, max_bytes: int) -> Body | None:
-        if key == name_of(content).hex():
+        if key in {name_of(content).hex() for content in contents}:
             raise error
         return read_value(self, key, max_bytes)
 
     return read_or_fail
+
+
+def test_a_row_of_archived_entries_ends_no_export(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest are read first, and a lifecycle rule archives these."""
+    with opened("object", url=bucket) as [tier]:
+        for content in "defg":
+            put(tier, content)
+    monkeypatch.setattr(ObjectClient, "read", failing_for("abcd", EntryRefusedError("archived")))
+    with opened("object", url=bucket) as tiers:
+        exported = export_entries(tiers, tmp_path / "archive", KEY, ())
+        assert (exported.num_entries, exported.num_unreadable) == (4, 4)
 
 
 def test_of_a_bucket_they_are_counted_and_the_others_are_read(

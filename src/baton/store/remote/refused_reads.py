@@ -25,10 +25,13 @@ class RefusedReads:
         self._clock = clock
         self._refused_at: dict[EntryName, Instant] = {}
         self._in_a_row: set[EntryName] = set()
+        self.counts_rows = True
 
     def add(self, name: EntryName) -> bool:
         """An entry was refused; whether it is the server that refuses, as far as can be seen."""
         self.leave_alone(name)
+        if not self.counts_rows:
+            return False
         self._in_a_row.add(name)
         if len(self._in_a_row) < SERVER_REFUSES:
             return False

@@ -245,6 +245,10 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
                 self._log.warning("too large", f"store: {too_large}")
         return lease
 
+    def expect_refusals(self) -> None:
+        """For who reads all entries, and counts those that are refused, however many in a row."""
+        self._refused.counts_rows = False
+
     def count_read(self, name: EntryName) -> bool:
         """See `DelaysPromotion`."""
         return self._promotion.count_read(name)
@@ -417,6 +421,7 @@ class RemoteTier:  # noqa: PLR0904 - two contracts, and the parts of a question 
         now = self._clock.now()
         failure = self._behind.take_failure()
         if isinstance(failure, StoreFullError | RequestRefusedError):
+            self._log.warning("write", f"store: {self._kind}: {failure}")
             self._writes.fail(now)
         elif failure is not None:
             self._fail(failure)

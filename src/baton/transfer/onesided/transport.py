@@ -190,9 +190,9 @@ class OneSidedWriter(WriterConnection):
         for body in channel.receive_bodies():
             match decode_from_peer(body):
                 case WriteNotification(grant, notification):
-                    if self._unanswered:
-                        self._expect_answer()  # it lives, and may have much to write before
                     if self._ledger.admits(self._writer, TicketId(grant)):
+                        if self._unanswered:
+                            self._expect_answer()  # it lives, and may have much to write before
                         self._reactor.report(Arrived(TicketId(grant), notification))
                 case TransfersActive() | TransfersIdle() as message:
                     self.is_active = isinstance(message, TransfersActive)
