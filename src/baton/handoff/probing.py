@@ -220,9 +220,10 @@ class LinkProber:
             if (is_moving or waited_s < least_s) and not half_open:
                 continue
             del self.waiting[key]
-            self._done.add(key)
             run = self._begin(waiting.peer, peer_transport, half_open=half_open)
             if run is not None:
+                if not half_open:  # two probes show that it works, not what it costs
+                    self._done.add(key)
                 return run
         return None
 

@@ -12,6 +12,7 @@ The writer's side: `PeerWritesRemote`, whose `PeerGrants` hold a write back unti
 from __future__ import annotations
 
 import os
+import select
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, assert_never
@@ -352,7 +353,7 @@ class WriterConnection:
         self._ledger, self._reactor, self._on_over = writer.ledger, writer.reactor, writer.on_over
         self._process = process
         if process is not None:
-            self._reactor.watch(process, self.finish)
+            self._reactor.watch(process, self._process_ended)
 
     def start(self, grants: list[WriteGrant]) -> None:
         """Send the memory and the grants that are already open."""
@@ -378,6 +379,17 @@ class WriterConnection:
                 break
             self._connection.step()
         self._finish()
+
+    def _process_ended(self) -> None:
+        """Finish, if it has: the reactor may call on behalf of one whose number this one has now.
+
+        What it found ready before was closed by another handler of the same round.
+        """
+        if self._process is not None:
+            process = select.poll()
+            process.register(self._process, select.POLLIN)
+            if process.poll(0):
+                self.finish()
 
     def close(self) -> None:
         """Stop watching: nothing is known of this peer from now on. Idempotent."""

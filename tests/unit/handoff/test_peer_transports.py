@@ -166,6 +166,27 @@ def test_a_half_open_route_is_probed_though_data_is_moving_and_others_are_not() 
     assert prober.active is not None
 
 
+def test_a_route_that_failed_before_it_was_measured_is_measured_once_it_works() -> None:
+    route = Route()
+    prober = make_prober(route)
+    route.fail_and_attach_again()
+    route.attached()
+    prober.ask(route.peer)
+    prober.step(num_handoffs=0, is_moving=False)
+    assert prober.active is not None
+    assert prober.active.is_half_open
+    prober.active = None  # its two probes were right
+    assert route.table.probed(route.peer, "tcp", NETWORK) == PeerTransportUp(route.peer)
+    prober.ask(route.peer)
+    assert len(prober.waiting) == 1
+    prober.step(num_handoffs=0, is_moving=False)
+    assert prober.active is not None
+    assert not prober.active.is_half_open
+    prober.active = None
+    prober.ask(route.peer)
+    assert not prober.waiting
+
+
 def test_a_half_open_route_that_cannot_be_probed_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
