@@ -5,8 +5,10 @@ the pure parts are in tests/unit/launch/ray.
 """
 
 import importlib.util
+import os
 import secrets
 import shutil
+import signal
 import sys
 import time
 import tomllib
@@ -175,6 +177,21 @@ def test_scaling_under_load(fleet, load):
     assert len(fleet.read_members()) == 3
     assert load.num_answers > before
     assert not load.failures
+
+
+def test_a_role_is_changed_by_one_command_until_that_has_ended(fleet):
+    """Also one that is killed, and so could give nothing back."""
+    words = ("scale", "--on", "ray", "--fleet", FLEET, "--decode")
+    first = fleet.cluster.head.start(sys.executable, "-m", "baton.cli", *words, "3")
+    assert "starting" in first.stdout.readline()
+    refused = fleet.call(*words, "1")
+    assert refused.returncode == 1
+    assert "another command" in refused.stderr
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text("ascii")
+    os.kill(int(children), signal.SIGKILL)  # else only the nsenter around it ends
+    first.communicate(timeout=CALL_TIMEOUT_S)
+    fleet.command("scale", "--decode", "2")
+    assert len(fleet.status()) == 4
 
 
 @pytest.mark.parametrize("name", ["worker-killed", "slow-links", "host-killed"])

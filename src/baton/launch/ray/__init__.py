@@ -14,7 +14,7 @@ File map:
     members_file.py    asks the workers' supervisors, writes the gateway's file
     hosted_process.py  one process of a fleet on its host: cluster key, settings file, topology
     supervisor.py      the actor around it
-    actors.py          calls of a fleet's supervisors, each with a deadline
+    actors.py          calls of a fleet's supervisors, each with a deadline; locks of its roles
     connection.py      whether this Ray may be used, and the connection to it
     start.py           starts a fleet, and waits until it serves
     fleet.py           what an operator may ask of a running fleet: status, scale, drain, …

@@ -1,11 +1,15 @@
-"""Calls of a fleet's supervisors, which are named actors in a Ray namespace of the fleet's own."""
+"""Calls of a fleet's supervisors, which are named actors in a Ray namespace of the fleet's own.
+
+Locks of what commands change are named actors, too, in another namespace.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import ray
@@ -15,16 +19,23 @@ from baton.launch.errors import FleetError
 from baton.launch.ray.connection import NAMESPACE_BEGINNING, describe, namespace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, Callable, Iterable
 
 MAX_HEAD_CALLS: Final = 4
 """At once: each blocks a thread for as long as Ray's head is away."""
+
+CHANGES_BEGINNING: Final = "changes-of-"
+"""Of the Ray namespace that has a fleet's locks."""
 
 T = TypeVar("T")
 
 
 class NoAnswerError(FleetError):
     """A supervisor does not answer in time: it has no host yet, or its host is away."""
+
+
+class ChangeLock:
+    """An actor whose name is a role of a fleet that a command changes. It does nothing."""
 
 
 class FleetActors:
@@ -83,6 +94,42 @@ class FleetActors:
         """
         self._handles.pop(name, None)
         await self._ask_head(lambda: self._kill(name), timeout_s)
+
+    @asynccontextmanager
+    async def changing(self, roles: Iterable[str], timeout_s: float) -> AsyncGenerator[None]:
+        """No other command changes the fleet's processes of these roles while the block runs.
+
+        Ray ends the locks with the process that has them, however that ends.
+
+        Raises:
+            FleetError: another command changes them, or Ray's head does not answer in time.
+        """
+        async with AsyncExitStack() as locks:
+            for role in roles:
+                lock = await self._ask_head(partial(self._lock, role), timeout_s)
+                locks.push_async_callback(self._unlock, lock, timeout_s)
+            yield
+
+    def _lock(self, role: str) -> object:
+        options = {
+            "name": role,
+            "namespace": CHANGES_BEGINNING + self._namespace,
+            "lifetime": "non_detached",
+            "max_restarts": -1,  # where its host dies before this process does
+            "num_cpus": 0,
+        }
+        try:
+            return ray.remote(ChangeLock).options(**options).remote()
+        except ValueError as exc:
+            raise FleetError(
+                f"another command (`baton scale`, `drain`, `upgrade` or `autoscale`) changes the "
+                f"{role} processes of the fleet {self._fleet!r}: try again when it has ended"
+            ) from exc
+
+    async def _unlock(self, lock: object, timeout_s: float) -> None:
+        if ray.is_initialized():  # else the lock has ended, and Ray would be started to end it
+            with suppress(FleetError):  # it ends with this process at the latest
+                await self._ask_head(lambda: ray.kill(lock), timeout_s)
 
     async def _ask_head(self, call: Callable[[], T], timeout_s: float) -> T:
         """Run a call of Ray's head, which blocks, in a thread that does not delay our exit.

@@ -59,8 +59,7 @@ class RayFleet:
         )
 
     async def scale(self, size: FleetSize) -> AsyncIterator[str]:
-        """See `FleetControl`."""
-        names = await self._list_names()
+        """See `FleetControl`. Other commands change no workers of these roles meanwhile."""
         sizes: dict[MemberRole, int | None] = {
             "prefill": size.prefill,
             "decode": size.decode,
@@ -71,23 +70,29 @@ class RayFleet:
             self._group_of(role)
             if role in DECODERS and count == 0:
                 raise FleetError(f"no worker would decode any more: keep at least one {role}")
-        for role, count in wanted.items():
-            members = await self._report_all(role, names)
-            current = [member for member in members if member.state in COUNTED]
-            others = [member.name for member in members if member.state not in COUNTED]
-            async for line in self._add(self._group_of(role), count - len(current), names):
-                yield line
-            # Those that do not serve go first: one whose host is lost is "starting" without limit.
-            newest_first = current[::-1]
-            leaving = sorted(newest_first, key=lambda member: member.state == "ready")
-            for member in leaving[: max(0, len(current) - count)]:
-                async for line in self._take_out(member.name):
+        async with self._supervisors.changing(wanted, CALL_TIMEOUT_S):
+            for role, count in wanted.items():
+                async for line in self._resize(role, count):
                     yield line
-            for name in others:  # else it, or its next life on another host, were one too many
-                yield await self._end(name)
+
+    async def _resize(self, role: MemberRole, count: int) -> AsyncIterator[str]:
+        names = await self._list_names()
+        members = await self._report_all(role, names)
+        current = [member for member in members if member.state in COUNTED]
+        others = [member.name for member in members if member.state not in COUNTED]
+        async for line in self._add(self._group_of(role), count - len(current), names):
+            yield line
+        # Those that do not serve go first: one whose host is lost is "starting" without limit.
+        newest_first = current[::-1]
+        leaving = sorted(newest_first, key=lambda member: member.state == "ready")
+        for member in leaving[: max(0, len(current) - count)]:
+            async for line in self._take_out(member.name):
+                yield line
+        for name in others:  # else it, or its next life on another host, were one too many
+            yield await self._end(name)
 
     async def drain(self, worker: str) -> AsyncIterator[str]:
-        """See `FleetControl`."""
+        """See `FleetControl`. Other commands change no processes of its role meanwhile."""
         names = await self._list_names()
         if worker not in names:
             raise FleetError(
@@ -95,16 +100,18 @@ class RayFleet:
                 f"{', '.join(sorted(names, key=_order))}"
             )
         role = role_of(worker)
-        if role in DECODERS | {"gateway"} and not await self._has_another(worker, role, names):
-            raise FleetError(
-                f"{worker} is the last {role} of this fleet, as no other one is ready; start "
-                "another one first, or end the fleet with `baton down`"
-            )
-        async for line in self._take_out(worker):
-            yield line
+        async with self._supervisors.changing([role], CALL_TIMEOUT_S):
+            if role in DECODERS | {"gateway"} and not await self._has_another(worker, role):
+                raise FleetError(
+                    f"{worker} is the last {role} of this fleet, as no other one is ready; start "
+                    "another one first, or end the fleet with `baton down`"
+                )
+            async for line in self._take_out(worker):
+                yield line
 
-    async def _has_another(self, worker: str, role: MemberRole, names: Collection[str]) -> bool:
+    async def _has_another(self, worker: str, role: MemberRole) -> bool:
         """Whether another one is ready; for one that is not ready one that starts will do."""
+        names = await self._list_names()
         states = {each.name: each.state for each in await self._report_all(role, names)}
         needed = {"ready"} if states.pop(worker, None) == "ready" else COUNTED
         return any(state in needed for state in states.values())
@@ -115,7 +122,14 @@ class RayFleet:
         A worker's successor is started first. Where Ray finds no host for it, as without a free
         GPU, the worker is drained first, if another one serves in its role. One that does not start
         ends the upgrade. A gateway's next process starts beside the old one, on the same sockets.
+        Other commands change nothing meanwhile: they would count a successor as one too many.
         """
+        roles = [group.role for group in self._plan.groups]
+        async with self._supervisors.changing(roles, CALL_TIMEOUT_S):
+            async for line in self._replace_all():
+                yield line
+
+    async def _replace_all(self) -> AsyncIterator[str]:
         for name in sorted(await self._list_names(), key=_order):
             if role_of(name) != "gateway":
                 async for line in self._succeed(name):
@@ -181,15 +195,17 @@ class RayFleet:
         if not added:
             return
         yield f"{', '.join(added)}: starting"
+        created: list[str] = []  # a name that is taken is another command's worker
         try:
             for name in added:
                 create_supervisor(self._plan, group, name, near=near)
+                created.append(name)
             await wait_until_placed(
                 self._supervisors, self._plan, added, key="", timeout_s=self._timeout_s
             )
             members = await self._until_ready(added)
         except BaseException:
-            for name in added:
+            for name in created:
                 await self._supervisors.remove(name, CALL_TIMEOUT_S)
             raise
         urls = {member.url for member in members if member.url is not None}

@@ -41,6 +41,10 @@ BUNDLE_CPUS: Final = 0.001
 """A bundle must have something; supervisors take no cores from what else runs on Ray."""
 
 
+class NameTakenError(FleetError):
+    """Ray has a process of this name in this fleet already."""
+
+
 async def start_fleet(
     supervisors: FleetActors,
     plan: RayPlan,
@@ -62,7 +66,10 @@ async def start_fleet(
     names = [name for group in plan.groups for name in group.names]
     # Whoever creates the first supervisor has the fleet: of two that start it at once, the other
     # one must not remove what it has not created.
-    create_supervisor(plan, plan.groups[0], names[0])
+    try:
+        create_supervisor(plan, plan.groups[0], names[0])
+    except NameTakenError as exc:
+        raise ConfigError(_runs_already(plan.fleet, names[:1])) from exc
     try:
         for group in plan.groups:
             create_group(plan, group, except_for=names[0])
@@ -128,7 +135,8 @@ def create_supervisor(
     `near`: the path of the host on which it is to be, if not the one that it is assigned to.
 
     Raises:
-        ConfigError: Ray has a process of this name in this fleet, or refuses the group's labels.
+        NameTakenError: Ray has a process of this name in this fleet.
+        ConfigError: Ray refuses the group's labels.
     """
     in_bundle = None if bundles is None else PlacementGroupSchedulingStrategy(bundles, index)
     path = near or group.assignments.get(name)
@@ -150,7 +158,10 @@ def create_supervisor(
         ).remote(name, msgspec.json.encode(plan))
     except ValueError as exc:
         if any(text in str(exc) for text in NAME_TAKEN):
-            raise ConfigError(_runs_already(plan.fleet, [name])) from exc
+            raise NameTakenError(
+                f"another command changes the fleet {plan.fleet!r}, and has started {name} "
+                "meanwhile: try again when it has ended"
+            ) from exc
         raise ConfigError(f"Ray refuses the options of {name}: {describe(exc)}") from exc
 
 

@@ -1,6 +1,7 @@
 """What an operator is answered, with supervisors that answer from memory."""
 
 import asyncio
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 import pytest
@@ -31,6 +32,19 @@ class Supervisors:
         self.draining, self.calls = set(), []
         self.states, self.labels = {}, {}
         self.tail = LogTail()
+        self.locked = set()
+
+    @asynccontextmanager
+    async def changing(self, roles, timeout_s):
+        """As of `FleetActors`, whose own are in test_change_locks.py."""
+        roles = set(roles)
+        if self.locked & roles:
+            raise FleetError("another command changes it")
+        self.locked |= roles
+        try:
+            yield
+        finally:
+            self.locked -= roles
 
     async def list_names(self, timeout_s):
         return frozenset(self.names)
@@ -271,6 +285,89 @@ def test_without_room_a_worker_is_drained_first_but_not_the_last_one_that_serves
     else:
         assert "decode-0: no room for its successor beside it; draining it first" in lines_of(lines)
         assert supervisors.names == {"gateway-0", "decode-2", "decode-3"}
+
+
+def test_a_worker_that_another_command_has_started_is_not_removed(supervisors, monkeypatch):
+    """As by an older Baton, which does not lock: it may serve by now."""
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    from baton.launch.ray import start  # noqa: PLC0415 - imports Ray
+
+    created = []
+
+    class Actor:
+        def options(self, *, name, **_):
+            self.name = name
+            return self
+
+        def remote(self, *_):
+            if self.name == "decode-3":
+                raise ValueError(f"The name {self.name} (namespace=baton-f) is already taken.")
+            created.append(self.name)
+
+    monkeypatch.setattr(start.ray, "remote", lambda _: Actor())
+    message = "another command changes the fleet 'f', and has started decode-3 .* try again"
+    with pytest.raises(FleetError, match=message):
+        lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(decode=5)))
+    assert created == ["decode-2"]
+    assert supervisors.calls == [("remove", "decode-2")]
+    assert not supervisors.locked
+
+
+def test_the_second_role_is_resized_by_what_there_is_then(supervisors, monkeypatch):
+    """Between the two reads, a worker that another command had begun to start has come."""
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+    started = []
+
+    def create_supervisor(plan, group, name, *, near):
+        started.append(name)
+        supervisors.names |= {name, "decode-2"}
+
+    monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
+    lines_of(RayFleet(supervisors, PLAN, 1.0).scale(FleetSize(prefill=2, decode=4)))
+    assert started == ["prefill-1", "decode-3"]
+
+
+@pytest.mark.parametrize("change", ["scale", "drain", "upgrade"])
+def test_nothing_else_changes_workers_while_an_upgrade_does(supervisors, monkeypatch, change):
+    """An autoscaler counts a successor as one more, and would take it out again."""
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+
+    def create_supervisor(plan, group, name, *, near):
+        supervisors.names.add(name)
+
+    monkeypatch.setattr("baton.launch.ray.start.create_supervisor", create_supervisor)
+
+    def other():
+        fleet = RayFleet(supervisors, PLAN, 1.0)
+        if change == "drain":
+            return fleet.drain("decode-1")
+        return fleet.upgrade() if change == "upgrade" else fleet.scale(FleetSize(decode=2))
+
+    async def scenario():
+        async with aclosing(RayFleet(supervisors, PLAN, 1.0).upgrade()) as lines:
+            async for line in lines:
+                if line.startswith("decode-2: ready"):
+                    break
+            with pytest.raises(FleetError, match="another command changes it"):
+                await anext(other())
+            return [line async for line in lines]
+
+    assert asyncio.run(scenario())[-1] == "gateway-0: serves again"
+    assert supervisors.names == {"gateway-0", "prefill-1", "decode-2", "decode-3"}
+    assert not supervisors.locked
+
+
+def test_roles_are_changed_at_the_same_time(supervisors):
+    """The autoscaler does so: one role may wait for a host for minutes."""
+    pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
+
+    async def scenario():
+        fleet = RayFleet(supervisors, PLAN, 1.0)
+        async with aclosing(fleet.scale(FleetSize(decode=1))) as lines:
+            assert await anext(lines) == "decode-1: draining"
+            return [line async for line in fleet.scale(FleetSize(prefill=0))]
+
+    assert asyncio.run(scenario()) == ["prefill-0: draining", "prefill-0: exit code 0"]
 
 
 @pytest.mark.parametrize(
