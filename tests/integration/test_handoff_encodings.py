@@ -28,7 +28,7 @@ from baton.handoff.interface import KVFailed, KVLanded, KVSent
 from baton.handoff.kv_views import KVView
 from baton.handoff.peer_transports import LinkOptions
 from baton.kv.copies import count_blocks
-from baton.kv.layout import KVLayout
+from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 from baton.transfer.links.probes import ProbeBounds
 from baton.transfer.region import allocate_host_region, release_region
 from tests.integration.handoff_nodes import (
@@ -394,6 +394,28 @@ def test_memory_of_one_host_is_a_link_as_any_other(op: TransferOp, key: Credenti
         assert 0 < np.abs(difference).max() < 0.02
 
 
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
+def test_kv_that_did_not_arrive_is_not_noted_as_encoded(op: TransferOp, key: Credentials) -> None:
+    layout = make_layout(16)
+    with (
+        encoded_pages("int8", layout) as theirs,
+        encoded_pages("int8", layout) as ours,
+        node("p", kinds=TCP, key=key, links=MEASURED, pages=theirs) as prefill,
+        node("d", kinds=TCP, key=key, links=MEASURED, pages=ours, op=op) as decode,
+    ):
+        run_until_chosen(prefill, decode, "int8/1")
+        handoff = make_handoff(prefill, decode, num_cached=NUM_TOKENS)
+        handoff.start_receive()
+        handoff.start_send()
+        handoff.wait_until_granted()
+        estimate = handoff.receiving.trace.encoding_estimate
+        assert estimate is not None
+        assert estimate.chosen == "int8/1"
+        decode.agent.abort_from_peer(handoff.receiving.ticket.id, "its engine failed")
+        assert isinstance(decode.wait_for()[0], KVFailed)
+        assert handoff.receiving.trace.encodings == []
+
+
 @pytest.mark.parametrize("small_side", ["prefill", "decode"])
 def test_a_prompt_that_exceeds_the_encoded_pages_goes_raw(
     small_side: str, key: Credentials, caplog: pytest.LogCaptureFixture
@@ -442,6 +464,19 @@ def test_both_settings_at_once_are_refused() -> None:
 def test_what_does_not_encode_each_token_by_itself_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=f'handoff.encoding = "{kind}".*fp8, int8'):
         open_handoff_encodings(kind, make_layout(16))
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_budget_permits_the_same_encodings_to_all_workers_of_a_model(
+    block_size: int, num_shards: int
+) -> None:
+    """As entries are named by them; at the error of `int4_token`, which each layout has its own."""
+    shard = TensorParallelShard(0, num_shards)
+    layer = LayerLayout.gqa(8, 128)
+    layout = KVLayout((layer,) * 2, block_size, "bfloat16", "heads_first", shard)
+    names = [each.name for each in open_handoff_encodings("raw", layout, 0.22)]
+    assert names == ["int4_token/1", "int8/1"]
 
 
 def test_views_of_other_layouts_are_never_taken_for_each_other() -> None:

@@ -179,16 +179,21 @@ def test_each_rank_listens_at_the_configured_ports_plus_its_number(tmp_path: Pat
 
 
 @contextmanager
-def two_ranks(folder: Path, **options: Any) -> Iterator[tuple[OpenRank, OpenRank]]:
-    prefill = OpenRank(folder, "pp", "prefill", **options)
+def opened(folder: Path, name: str, role: str, **options: Any) -> Iterator[OpenRank]:
+    rank = OpenRank(folder, name, role, **options)
     try:
-        decode = OpenRank(folder, "dd", "decode", **options)
-        try:
-            yield prefill, decode
-        finally:
-            decode.rank.close()
+        yield rank
     finally:
-        prefill.rank.close()
+        rank.rank.close()
+
+
+@contextmanager
+def two_ranks(folder: Path, **options: Any) -> Iterator[tuple[OpenRank, OpenRank]]:
+    with (
+        opened(folder, "pp", "prefill", **options) as prefill,
+        opened(folder, "dd", "decode", **options) as decode,
+    ):
+        yield prefill, decode
 
 
 def hand_over(
@@ -270,6 +275,30 @@ def test_kv_of_two_servers_is_encoded_once_the_link_is_measured(
                 break
             time.sleep(0.02)  # for what the prefill worker sends about its link
         assert 0 < difference < 0.03
+
+
+def test_kv_that_a_prefill_server_may_have_loaded_is_kept_from_those_who_want_it_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decode servers received as int8 is kept under the names that it loads from."""
+    monkeypatch.setenv("BATON_CLUSTER_KEY", "ab" * 32)
+    store = StoreSection(tiers=("host",))
+    with (
+        opened(
+            tmp_path / "model", "pp", "prefill", handoff_encoding="int8", store=store
+        ) as prefill,
+        opened(tmp_path / "model", "dd", "decode", store=store) as decode,
+    ):
+        prompt = Prompt(
+            make_ticket(prefill.ref, decode.ref), PROMPT_HASH, BLOCK_SIZE, MachineClock().now()
+        )
+        decode.handoffs.begin_step(StepOrders(expected=(StartReceive("r", prompt, 0, 0, (3,)),)))
+        decode.handoffs.end_step()
+        ended, deadline = set[str](), time.monotonic() + PATIENT_S
+        while not ended:
+            assert time.monotonic() < deadline
+            ended |= decode.handoffs.get_finished(set(), 0.01)[1]
+        assert decode.handoffs.take_invalid_blocks() == {3}
 
 
 @pytest.mark.parametrize(

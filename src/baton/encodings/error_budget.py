@@ -2,7 +2,7 @@
 
 The error of an encoding: of each channel the RMS of what changes over the RMS of its numbers, and
 the RMS of that over channels; of keys or of values, whichever is larger. It is that of reference KV
-in the worker's layout, so all workers of a model choose the same, on whatever machine.
+of all heads in blocks of one size, so all workers of a model choose the same, on whatever machine.
 """
 
 from __future__ import annotations

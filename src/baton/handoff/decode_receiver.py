@@ -10,10 +10,9 @@ from baton.auth.ticket import seal
 from baton.clock import Instant
 from baton.encodings.interface import RAW
 from baton.errors import BatonError, HandoffError, ProtocolError
-from baton.handoff.encoded_view import note_encoding
 from baton.handoff.grants import LeaseRenewer, Tombstone, Tombstones
 from baton.handoff.incoming import IncomingHandoff, explain_mismatch, verify_written
-from baton.handoff.interface import BlocksQuiescent, KVFailed, LayersLanding
+from baton.handoff.interface import BlocksQuiescent, KVFailed, KVLanded, LayersLanding
 from baton.handoff.kv_views import STAGING_STAGE, Holder
 from baton.handoff.messages import (
     Available,
@@ -419,7 +418,6 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return
         if incoming.mapped_pages is not None:
             context = self._context
-            note_encoding(order.trace, view.view.layout)
             distance = order.ticket.distance
             context.peer_transports.record_handoff(peer, incoming.encoding, distance)
             plan = TransferPlan(
@@ -539,7 +537,7 @@ class DecodeReceiver:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             case SendTransferAck(closes_grant):
                 self._send_transfer_ack(incoming, closes_grant=closes_grant)
             case Emit(event):
-                incoming.end_order()
+                incoming.end_order(has_landed=isinstance(event, KVLanded))
                 self._context.emit(event)
             case _:
                 assert_never(action)

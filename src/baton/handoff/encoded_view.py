@@ -29,11 +29,11 @@ from baton.errors import ConfigError
 from baton.handoff.kv_views import KVView
 from baton.kv.copies import count_blocks
 from baton.kv.geometry import page_geometry, view_planes
-from baton.kv.layout import KVLayout, LayerLayout
+from baton.kv.layout import KVLayout, LayerLayout, TensorParallelShard
 from baton.transfer.region import allocate_shared_region, find_run, view_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 LOSSY_TRAIT: Final = "kv_encodings"
 """Of a worker's Hello: the encodings that KV there may have lost something to."""
 _ARRANGEMENT: Final = "encoded/"
+_MEASURED_TOKENS: Final = 64
+"""In each block of the reference KV that an error budget is compared with."""
 _FINGERPRINT_CHARS: Final = 32
 PART_BYTES: Final = 1 << 20
 """Of raw pages that are encoded, or decoded, at once."""
@@ -72,13 +74,22 @@ def open_handoff_encodings(
 ) -> tuple[KVEncoding, ...]:
     """The encoding that `handoff.encoding` names, or those within `handoff.error_budget`.
 
+    A budget permits the same ones to all workers of a model, whatever their block size and shard:
+    they are in the names of entries.
+
     Raises:
         ConfigError: both are set, there is none of that name, or it cannot encode such pages.
     """
     canonical = msgspec.structs.replace(layout, order="canonical", arrangement="")
     if error_budget is not None:
         check_is_alone("handoff", kind)
-        return find_for_links(error_budget, canonical)
+        measured = msgspec.structs.replace(
+            canonical, block_size=_MEASURED_TOKENS, shard=TensorParallelShard()
+        )
+        encodings = find_for_links(error_budget, measured)
+        for encoding in encodings:
+            encoding.check(canonical)
+        return encodings
     if kind == RAW:
         return ()
     encoding = open_encoding(kind, canonical, "handoff.encoding")
@@ -169,12 +180,6 @@ def note_encoding(trace: RequestSpan, layout: KVLayout) -> None:
     name = encoding_of(layout)
     if name != RAW:
         trace.note_encoding(f"handoff={name}")
-
-
-def list_lossy(encodings: Iterable[KVEncoding]) -> dict[str, str]:
-    """The trait of a worker whose KV may have gone through these; none where it is exact."""
-    names = {each.name for each in encodings if not each.is_exact}
-    return {LOSSY_TRAIT: ",".join(sorted(names))} if names else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from baton.encodings.interface import RAW
+from baton.handoff.encoded_view import note_encoding
 from baton.handoff.messages import DIGEST_BYTES, Notification, unpack_blocks
 from baton.handoff.peer_transports import TransportUsage
 from baton.kv.copies import BlockTable, compute_pieces, pair_layers
@@ -226,7 +227,6 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         if self.peer is None or self.mapped_pages is None:
             raise AssertionError("an encoding is refused once the terms are settled")
         trace, estimate = self.session.order.trace, self.session.order.trace.encoding_estimate
-        trace.encodings = [each for each in trace.encodings if not each.startswith("handoff=")]
         if estimate is not None:
             trace.encoding_estimate = msgspec.structs.replace(
                 estimate,
@@ -274,9 +274,14 @@ class IncomingHandoff(MutableRecord):  # noqa: PLR0904 - all that concerns one h
         if message.transport and message.transport != message.expected_transport:
             self.usage.record_failover(message.expected_transport, message.transport)
 
-    def end_order(self) -> None:
-        """Its engine is answered: write into the trace what carried it, and who moved the bytes."""
+    def end_order(self, *, has_landed: bool) -> None:
+        """Its engine is answered: write into the trace what carried it, and who moved the bytes.
+
+        And how it was encoded, if all of it is here.
+        """
         trace, plan = self.session.order.trace, self.session.plan
+        if has_landed and self.encoding != RAW:
+            note_encoding(trace, self._mapped_pages.view.layout)
         if self.session.order.layers is not None:
             self.session.order.layers.end()
         self.usage.write_into(trace)

@@ -21,16 +21,11 @@ from baton.config.numa import bind_worker
 from baton.engines.interface import ENGINES, Engine, EngineContext
 from baton.errors import ConfigError, EngineError
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
-from baton.handoff.encoded_view import (
-    StagingSize,
-    list_lossy,
-    make_encoded_views,
-    open_handoff_encodings,
-)
+from baton.handoff.encoded_view import StagingSize, make_encoded_views, open_handoff_encodings
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions, check_device_memory
 from baton.handoff.peer_transports import LinkOptions
-from baton.handoff.pool_mode.store_access import open_store_access, report_to
+from baton.handoff.pool_mode.store_access import list_lossy, open_store_access, report_to
 from baton.handoff.verify import VerificationPolicy
 from baton.ids import Epoch, new_epoch
 from baton.net.http_server import (
@@ -326,16 +321,13 @@ def _handoffs(
         handoff_encodings=encodings,
         peers=PeerAccess(options.credentials, _find_tls(options), serves=True),
     )
-    # KV of a prefill worker that receives none is as exact as what it loads.
-    received = () if options.role == "prefill" else encodings
-    stored = () if access is None else (access.encoding,)
     return open_handoffs(
         AgentOptions(
             worker=options.worker,
             epoch=epoch,
             fingerprint=engine.info.fingerprint,
             views=_views(options, engine, view, encodings, clock=clock),
-            traits=list_lossy((*received, *stored)),
+            traits=list_lossy(encodings, access, receives=options.role != "prefill"),
             transports=transports,
             credentials=options.credentials,
             clock=clock,

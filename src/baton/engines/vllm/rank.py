@@ -44,13 +44,13 @@ from baton.engines.vllm.registered_pages import register_kv_view
 from baton.errors import ConfigError
 from baton.events.journal import CacheJournal
 from baton.handoff.dispatcher import HandoffDispatcher, open_handoffs
-from baton.handoff.encoded_view import list_lossy, open_handoff_encodings
+from baton.handoff.encoded_view import open_handoff_encodings
 from baton.handoff.lease_file import LeaseFile
 from baton.handoff.link_page import describe_links
 from baton.handoff.options import AgentOptions
 from baton.handoff.peer_transports import LinkOptions
 from baton.handoff.pool_mode.metrics import PoolModeCollector
-from baton.handoff.pool_mode.store_access import open_store_access, report_to
+from baton.handoff.pool_mode.store_access import list_lossy, open_store_access, report_to
 from baton.handoff.pool_mode.store_report import report_store
 from baton.handoff.verify import VerificationPolicy
 from baton.kv.layout import TensorParallelShard
@@ -314,9 +314,7 @@ class Rank:
         worker, epoch = plan.identity.of_rank(plan.rank)
         native = self._kv_views[0].layout
         arrangement = native.arrangement or native.order
-        # KV of a prefill worker that receives none is as exact as what it loads.
-        received = self._encodings if plan.identity.receives else ()
-        lossy = list_lossy((*received, *(() if access is None else (access.encoding,))))
+        lossy = list_lossy(self._encodings, access, receives=plan.identity.receives)
         return AgentOptions(
             worker=worker,
             epoch=epoch,

@@ -10,6 +10,7 @@ from baton.encodings.error_budget import check_is_alone, find_smallest
 from baton.encodings.interface import RAW, KVEncoding, open_encoding
 from baton.encodings.raw import RawEncoding
 from baton.events.wire import NAMING_BYTES
+from baton.handoff.encoded_view import LOSSY_TRAIT
 from baton.handoff.pool_mode.store_journal import StoreJournal, open_store_journal
 from baton.store.entry_format import EntryFormat
 from baton.store.interface import TENANT_BYTES, EntryName, PeerAccess, TenantLabel
@@ -172,6 +173,21 @@ def name_encodings(store: KVEncoding, handoff: Iterable[KVEncoding]) -> tuple[st
     names = [] if store.name == RAW else [f"store={store.name}"]
     names += sorted(f"handoff={each.name}" for each in handoff if not each.is_exact)
     return tuple(names)
+
+
+def list_lossy(
+    handoff: Sequence[KVEncoding], access: StoreAccess | None, *, receives: bool
+) -> dict[str, str]:
+    """The trait of a worker whose KV may have lost something to encodings; none where it is exact.
+
+    `handoff`: those of its handoffs. A worker that `receives` none may load prefixes which others
+    received so, as entries of both have the same names.
+    """
+    stored = () if access is None else (access.encoding,)
+    loads = access is not None and access.keeps_prefixes
+    used = (*handoff, *stored) if receives or loads else stored
+    names = {each.name for each in used if not each.is_exact}
+    return {LOSSY_TRAIT: ",".join(sorted(names))} if names else {}
 
 
 def report_to(
