@@ -200,7 +200,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What a worker and its peers must know about a loaded model.
 
     `max_running`: requests that it works on at once, `max_step_tokens`: tokens of one step; None
-    where it has no such limit. `num_landing_layers`: see `WorkerInfo`.
+    where it has no such limit. `num_landing_layers`: see `WorkerInfo`. `model_context_tokens`: the
+    model's or the operator's context, for which there may be too little KV; None is
+    `max_context_tokens`, for which there is enough.
     """
 
     engine: str
@@ -215,6 +217,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     max_step_tokens: int | None = None
     num_landing_layers: int = 0
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    model_context_tokens: int | None = None
 
 
 class Engine(Protocol):

@@ -126,20 +126,32 @@ def load_chat_template(model: Path, clock: Clock) -> ChatTemplate | None:
     Raises:
         ConfigError: a file cannot be read, or the template does not compile.
     """
-    config = _read_config(model / "tokenizer_config.json")
+    config = _read_config(model)
     source = _read_source(model, config)
     if source is None:
         return None
-    special = {
-        name: text for name in SPECIAL_TOKENS if (text := _token_text(getattr(config, name)))
-    }
     try:
-        return ChatTemplate(source, special, clock)
+        return ChatTemplate(source, _special_tokens(config), clock)
     except TemplateError as exc:
         raise ConfigError(f"the chat template of {model} does not compile: {exc}") from exc
 
 
-def _read_config(path: Path) -> _TokenizerConfig:
+def read_special_tokens(model: Path) -> Mapping[str, str]:
+    """The texts of those of `SPECIAL_TOKENS` that a model folder's tokenizer names.
+
+    Raises:
+        ConfigError: tokenizer_config.json cannot be read.
+    """
+    return _special_tokens(_read_config(model))
+
+
+def _special_tokens(config: _TokenizerConfig) -> Mapping[str, str]:
+    texts = {name: _token_text(getattr(config, name)) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in texts.items() if text}
+
+
+def _read_config(model: Path) -> _TokenizerConfig:
+    path = model / "tokenizer_config.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=_TokenizerConfig)
     except FileNotFoundError:

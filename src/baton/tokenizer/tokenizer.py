@@ -69,6 +69,11 @@ class Tokenizer:
         """Text of a run of tokens; what is not UTF-8 becomes U+FFFD."""
         return str(self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary, which has the added ones; None: there is none."""
+        found: int | None = self._fast.token_to_id(token)
+        return found
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, which may be a part of a character."""
         piece = self._fast.id_to_token(token_id)

@@ -224,7 +224,8 @@ class PromptReader:
     def _max_tokens(self, num_prompt: int, wanted: int | None, most_unasked: int) -> int:
         """How many tokens the answer may have: what was asked for, as far as there is room.
 
-        As in vLLM, more than the whole context is refused whatever the prompt.
+        As in vLLM, more than the whole context is refused whatever the prompt. More than there is
+        KV for is not: the other worker of a handoff gets the same fields, and may have more KV.
         """
         if num_prompt == 0:
             raise InvalidRequestError(
@@ -234,8 +235,11 @@ class PromptReader:
             )
         limit = self.max_prompt_tokens
         room = limit - num_prompt
-        if room < 1 or (wanted or 0) > self.info.max_context_tokens:
-            raise _too_long(limit, f"{num_prompt}", wanted, has_room=room > 0)
+        if room < 1:
+            raise _too_long(limit, f"{num_prompt}", wanted)
+        context = self.info.model_context_tokens or self.info.max_context_tokens
+        if (wanted or 0) > context:
+            raise _too_long(context, f"{num_prompt}", wanted, has_room=True)
         return min(room, wanted or most_unasked)
 
 

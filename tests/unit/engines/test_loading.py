@@ -80,6 +80,43 @@ def test_the_checkpoints_sampling_defaults_are_those_that_its_file_states(
         load_model(copy, OPTIONS)
 
 
+def add_tokenizer(folder: Path, eos_token: object) -> None:
+    shutil.copy(DEMO_MODEL_PATH / "tokenizer.json", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos_token", "expected"),
+    [
+        ({"eos_token_id": 2}, "<|end|>", (2, 1)),  # a chat fine-tune with its base's configuration
+        ({"eos_token_id": [3, 1]}, {"content": "<|end|>", "lstrip": False}, (3, 1)),
+        ({"eos_token_id": 3}, None, (3,)),
+        ({"eos_token_id": 3}, "a token that it has not", (3,)),
+        ({}, "<|end|>", (1,)),
+        ({}, None, ()),
+        (None, "<|end|>", (2, 1)),  # without that file it is config.json's
+        (None, None, (2,)),
+    ],
+)
+def test_answers_end_at_the_files_and_the_tokenizers_end_token_as_in_vllm(
+    copy: Path, generation: object, eos_token: object, expected: tuple[int, ...]
+) -> None:
+    add_tokenizer(copy, eos_token)
+    (copy / "generation_config.json").unlink()
+    if generation is not None:
+        (copy / "generation_config.json").write_text(json.dumps(generation))
+    assert load_model(copy, OPTIONS).eos_token_ids == expected
+
+
+def test_end_tokens_outside_the_vocabulary_are_ignored_with_a_warning(
+    copy: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request with `min_tokens` bans them: that ended the engine's step for all requests."""
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 97, -1]}))
+    assert load_model(copy, OPTIONS).eos_token_ids == (2,)
+    assert "the end tokens [-1, 97], but its ids are 0 to 96" in caplog.text
+
+
 def test_the_engine_is_found_by_its_kind_and_says_what_it_is(checkpoint: Path) -> None:
     build = ENGINES.build("transformers", {"block_size": 8, "num_blocks": 3, "dtype": "bfloat16"})
     engine = build(EngineContext(checkpoint, MachineClock()))
@@ -106,7 +143,7 @@ def test_no_longer_context_is_announced_than_there_is_kv_for(
     fits = ENGINES.build("transformers", {"num_blocks": 16})(context).info
     assert (fits.max_context_tokens, caplog.messages) == (256, [])
     less = ENGINES.build("transformers", {"kv_cache_bytes": 3 * fits.layout.block_bytes})(context)
-    assert less.info.max_context_tokens == 3 * 16
+    assert (less.info.max_context_tokens, less.info.model_context_tokens) == (3 * 16, 256)
     assert less.info.fingerprint == fits.fingerprint
     (warning,) = caplog.messages
     assert "48 tokens at most" in warning
@@ -116,7 +153,8 @@ def test_no_longer_context_is_announced_than_there_is_kv_for(
 def test_a_context_that_was_set_needs_its_kv(checkpoint: Path) -> None:
     context = EngineContext(checkpoint, MachineClock())
     exact = ENGINES.build("transformers", {"num_blocks": 3, "max_context_tokens": 48})
-    assert exact(context).info.max_context_tokens == 48
+    info = exact(context).info
+    assert (info.max_context_tokens, info.model_context_tokens) == (48, 48)
     more = ENGINES.build("transformers", {"num_blocks": 3, "max_context_tokens": 49})
     with pytest.raises(ConfigError, match=r"KV for 48 tokens.*raise engine.num_blocks to 4$"):
         more(context)

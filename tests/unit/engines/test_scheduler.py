@@ -20,6 +20,7 @@ from baton.engines.interface import (
     RequestKind,
     SamplingParams,
 )
+from baton.engines.transformers.pinned_blocks import SharedBlocks
 from baton.engines.transformers.queued_prefixes import WorthAsking
 from baton.engines.transformers.scheduler import Limits, Scheduler, Work
 from baton.engines.transformers.sequence import Sequence, Status
@@ -381,6 +382,22 @@ def test_what_is_to_be_kept_gives_way_before_a_running_request_does() -> None:
     assert order.guard.is_revoked
     assert work.sequence is growing
     assert scheduler.num_preemptions == 0
+
+
+def test_a_revoked_import_that_does_not_fit_keeps_back_no_smaller_one() -> None:
+    pool = BlockPool(NUM_BLOCKS)
+    shared = SharedBlocks(pool)
+    for number, num_imported in enumerate((2 * NUM_BLOCKS, 3, 4, NUM_BLOCKS)):
+        importer = make_sequence(1, 1, Colocated(), number=number)
+        importer.blocks = list(range(NUM_BLOCKS, NUM_BLOCKS + num_imported))
+        importer.imported = range(num_imported)
+        shared.import_blocks(number_ticket(number).id, importer)
+        shared.revoke(number_ticket(number).id)
+    copies = shared.try_copy_revoked(spare=2)
+    assert [len(imported) for imported, _ in copies] == [3, 4]
+    assert [len(own) for _, own in copies] == [3, 4]
+    assert shared.take_pending_releases() == [number_ticket(1).id, number_ticket(2).id]
+    shared.check_invariants()
 
 
 def test_offered_blocks_are_never_taken_away() -> None:

@@ -111,6 +111,18 @@ def test_more_tokens_than_there_is_room_for_are_as_many_as_there_is_room_for() -
     assert chat(reader(64), max_completion_tokens=64).sampling.max_tokens == 64 - num_prompt
 
 
+def test_an_answer_longer_than_the_kv_is_cut_and_one_longer_than_the_context_is_refused() -> None:
+    """A prefill worker with little KV gets the `max_tokens` that its decode worker can answer."""
+    info = msgspec.structs.replace(reader(64).info, model_context_tokens=256)
+    at = replace(reader(), info=info)
+    assert completion(at, prompt=[5] * 60, max_tokens=256).sampling.max_tokens == 4
+    assert chat(at, max_tokens=65).sampling.max_tokens == 64 - len(chat().prompt_ids)
+    with pytest.raises(ContextLengthError, match="holds 256 tokens; the prompt has 60 and 257"):
+        completion(at, prompt=[5] * 60, max_tokens=257)
+    with pytest.raises(ContextLengthError, match="holds 64 tokens; the prompt has 64"):
+        completion(at, prompt=[5] * 64, max_tokens=1)
+
+
 def test_the_models_sampling_defaults_are_used_where_a_request_names_none() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20)
     at = replace(reader(), info=msgspec.structs.replace(reader().info, sampling_defaults=defaults))

@@ -181,6 +181,7 @@ class TransformersEngine:
             max_step_tokens=options.max_batch_tokens,
             num_landing_layers=layout.num_layers if splits_prompts else 0,
             sampling_defaults=loaded.sampling_defaults,
+            model_context_tokens=loaded.max_context_tokens,
         )
         self._options, self._clock = options, clock
         self._model = PagedModel(loaded.model, loaded.shape, pages, options.block_size)

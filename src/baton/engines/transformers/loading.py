@@ -21,6 +21,8 @@ from baton.engines.transformers.model_runner import PagedModel
 from baton.engines.transformers.pages import TORCH_DTYPES, allocate_pages
 from baton.engines.transformers.shape import ModelShape, check_layer_kinds, discover_shape
 from baton.errors import ConfigError
+from baton.tokenizer.chat_template import read_special_tokens
+from baton.tokenizer.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -136,7 +138,7 @@ def load_model(folder: Path, options: TransformersOptions) -> LoadedModel:
         fingerprint=compute_fingerprint([folder / "config.json", *weights]),
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         max_context_tokens=max_context_tokens,
-        eos_token_ids=_find_eos(model),
+        eos_token_ids=_find_eos(folder, model),
         sampling_defaults=_find_sampling_defaults(model),
     )
 
@@ -241,17 +243,28 @@ def _check_rope(config: Any, max_context_tokens: int) -> None:  # noqa: ANN401
             )
 
 
-def _find_eos(model: Any) -> tuple[int, ...]:  # noqa: ANN401
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = model.config.get_text_config(decoder=True).eos_token_id
-    match eos:
-        case None:
-            return ()
-        case int():
-            return (eos,)
-        case _:
-            return tuple(int(token) for token in eos)
+def _find_eos(folder: Path, model: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """The tokens that end an answer in vLLM: generation_config.json's and the tokenizer's.
+
+    Raises:
+        ConfigError: the tokenizer's files cannot be read.
+    """
+    config = model.config.get_text_config(decoder=True)
+    stated = model.generation_config.eos_token_id
+    if stated is None and not (folder / "generation_config.json").exists():
+        stated = config.eos_token_id  # as in vLLM, not where that file names none
+    found = [stated] if isinstance(stated, int) else [*(stated or ())]
+    text = read_special_tokens(folder).get("eos_token")
+    if text is not None and (token := load_tokenizer(folder).token_id(text)) is not None:
+        found.append(token)
+    eos = tuple(token for token in dict.fromkeys(found) if 0 <= token < config.vocab_size)
+    if outside := set(found).difference(eos):  # `min_tokens` would ban what has no logit
+        _log.warning(
+            "the model's files name the end tokens %s, but its ids are 0 to %d: answers do not end "
+            "there",
+            *(sorted(outside), config.vocab_size - 1),
+        )
+    return eos
 
 
 def _find_sampling_defaults(model: Any) -> SamplingDefaults:  # noqa: ANN401
