@@ -9,6 +9,7 @@ import signal
 import stat
 import time
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
@@ -37,14 +38,20 @@ def urls(under_test):
     return {slot.url for slot in under_test.supervisor.slots.values() if slot.plan is not None}
 
 
-async def operated(tmp_path, then, *behaviours, environment=None, gateway="gateway"):
-    """Run a launch and, when it serves, `then(launch, operations, steps)`; then stop it."""
+async def operated(tmp_path, then, *behaviours, environment=None, gateway="gateway", roles=()):
+    """Run a launch and, when it serves, `then(launch, operations, steps)`; then stop it.
+
+    `roles` of the first workers; others are decode workers.
+    """
     under_test = launch(
         *behaviours,
         gateway=gateway,
         environment=environment,
         members=tmp_path / "members.json",
     )
+    plan = under_test.supervisor.plan
+    changed = (replace(each, role=role) for each, role in zip(plan.workers, roles, strict=False))
+    plan.workers = (*changed, *plan.workers[len(roles) :])
     steps = []
 
     async def run():
@@ -345,6 +352,24 @@ async def test_a_worker_that_has_failed_counts_for_nothing_and_is_replaced(tmp_p
 
     environment = {"STUB_BUSY": json.dumps({"w-0": 1, "w-1": 9})}
     await operated(tmp_path, then, "worker", str(behaviour), environment=environment)
+
+
+@in_event_loop
+async def test_a_change_of_one_role_leaves_those_of_the_others(tmp_path):
+    """A failed one may be repaired and started again; another change may be under way."""
+    behaviour = tmp_path / "behaviour"
+    behaviour.write_text("worker")
+
+    async def then(under_test, operations, steps):
+        behaviour.write_text("broken")
+        os.kill(under_test.pids()["w-0"], signal.SIGKILL)
+        await under_test.until_said("w-0 ended too often (exit code 3): a dependency is missing")
+        await operations.scale(FleetSize(decode=1), steps.append)
+        states = {member.name: member.state for member in operations.status().members}
+        assert states == {"w-0": "failed", "w-1": "ready", "gateway": "ready"}
+
+    steps = await operated(tmp_path, then, str(behaviour), "worker", "worker", roles=["prefill"])
+    assert [each for each in steps if "drains" in each] == ["w-2 drains"]
 
 
 @in_event_loop

@@ -99,7 +99,7 @@ class FleetOperations:
         )
 
     async def scale(self, size: FleetSize, report: Callable[[str], None]) -> None:
-        """Start or drain workers until each role has so many.
+        """Start or drain workers until each role that `size` names has so many.
 
         Raises:
             FleetError: refused, or a worker did not start; those that did serve.
@@ -107,16 +107,17 @@ class FleetOperations:
         self._require_members_file()
         counts = {role: len(self._counted(role)) for role in self._like}
         decided = decide_size(counts, size)
+        roles = [role for role in decided if getattr(size, role) is not None]
         plans = [
-            self._next_plan(role) for role in decided for _ in range(decided[role] - counts[role])
+            self._next_plan(role) for role in roles for _ in range(decided[role] - counts[role])
         ]
         await self._grow(plans, report)
         surplus = [  # with failed ones that serve again meanwhile
             slot
-            for role in decided
+            for role in roles
             for slot in await self._find_idle(role, len(self._counted(role)) - decided[role])
         ]
-        failed = [each for role in decided for each in self._workers(role) if each.has_failed]
+        failed = [each for role in roles for each in self._workers(role) if each.has_failed]
         await self._retire([*surplus, *failed], report)
         found = [f"{len(self._counted(role))} {NOUNS[role]}" for role in self._like]
         report(f"serving: {', '.join(found)}")

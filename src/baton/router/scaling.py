@@ -19,9 +19,10 @@ Pure: times are given.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -38,11 +39,16 @@ SLOW_S: Final = 60.0
 DRAIN_S: Final = 30.0
 """What waits is to be gone after so long."""
 LEAST_ENDED: Final = 20
-"""Answers from which the share of good ones is believed."""
+"""Answers from which it is believed that too few are good."""
 MORE: Final = 1.25
 LESS: Final = 0.98
 MOST_FACTOR: Final = 4.0
 """The correction of the rate: while too few are good, while enough are, and at most."""
+NEARLY: Final = 0.99
+"""Of the highest rate: its last hundredth takes many workers of the role that is not short."""
+NUM_HALVINGS: Final = 30
+
+log = logging.getLogger(__name__)
 
 
 class Size(NamedTuple):
@@ -90,6 +96,15 @@ class ScalingOptions:
         """With more time than this between two looks it is not known what was needed meanwhile."""
         return max(min(SLOW_S, self.shrink_after_s), 2 * self.interval_s)
 
+    @property
+    def generating(self) -> RoleBounds:
+        """Of the role that generates answers."""
+        return self.both if self.both.most else self.decode
+
+    def with_generating(self, size: Size, num: int) -> Size:
+        """With `num` workers of that role."""
+        return Size(both=num) if self.both.most else Size(size.prefill, num)
+
     def price(self, size: Size) -> float:
         """Per hour."""
         bounds = (self.prefill, self.decode, self.both)
@@ -114,56 +129,65 @@ class Resize:
 def find_size(demand: Demand, rate: float, options: ScalingOptions) -> tuple[Size, float]:
     """The cheapest size that serves `rate` requests a second, and the share that is then good.
 
-    If none within bounds and price does, the affordable one with the largest share.
+    If none within bounds and price does: the cheapest for the highest rate that one of them serves.
+    Limits that no answer keeps, even alone, are as if fewer answers were wanted within them.
     """
-    replicas = options.both.most
-    sizes = _replicas(demand, rate, options) if replicas else _pairs(demand, rate, options)
-    affordable = [each for each in sizes if options.price(each) <= options.most_price]
-    best, most = options.clamp(Size()), -1.0
-    for size in sorted(affordable, key=options.price):
-        share = _share(demand, rate, size, options)
-        if share >= options.good_share:
-            return size, share
-        if share > most:
-            best, most = size, share
-    return best, max(0.0, most)
+    size, _ = _find_need(demand, rate, options)
+    return size, _share(demand, rate, size, options)
 
 
-def _replicas(demand: Demand, rate: float, options: ScalingOptions) -> list[Size]:
-    """The least number of workers that suffices, else the most."""
-    bounds, most = options.both, options.both.most
-    if options.most_price < inf and bounds.price > 0:
-        most = min(most, int(options.most_price / bounds.price))
-    sizes = [Size(both=num) for num in range(max(1, bounds.least), most + 1)]
-    at = bisect_left(
-        sizes,
-        options.good_share,
-        key=lambda size: min(options.good_share, _share(demand, rate, size, options)),
-    )
-    return sizes[at : at + 1] or sizes[-1:]
+def _find_need(demand: Demand, rate: float, options: ScalingOptions) -> tuple[Size, float]:
+    """The size, and the rate that it is for."""
+    unloaded = _share(demand, 0.0, options.with_generating(Size(1), 1), options)
+    if unloaded < options.good_share:  # of any size: then most of what is possible is enough
+        options = replace(options, good_share=options.good_share * unloaded)
+    if (size := _find_cheapest(demand, rate, options)) is not None:
+        return size, rate
+    served = NEARLY * _find_highest_rate(demand, rate, options)
+    return _find_cheapest(demand, served, options) or options.clamp(Size()), served
 
 
-def _pairs(demand: Demand, rate: float, options: ScalingOptions) -> list[Size]:
-    """For each number of prefill workers the least of decode workers that suffice, else the most.
+def _find_cheapest(demand: Demand, rate: float, options: ScalingOptions) -> Size | None:
+    """Of each of the largest sizes the fewest that suffice; of these the cheapest."""
+    found = []
+    for largest in _list_largest(options):
+        nums = range(max(1, options.generating.least), largest.decode + largest.both + 1)
 
-    With more of the one, no more of the other are needed: one walk along the edge finds all.
-    """
-    prefill, decode, sizes = options.prefill, options.decode, []
-    num_decode = decode.most
-    for num_prefill in range(max(1, prefill.least), prefill.most + 1):
-        affordable = num_decode
-        if options.most_price < inf and decode.price > 0:
-            left = options.most_price - num_prefill * prefill.price
-            affordable = min(num_decode, int(left / decode.price))
-        size = Size(num_prefill, max(affordable, decode.least, 1))
-        while size.decode > max(1, decode.least):
-            fewer = Size(num_prefill, size.decode - 1)
-            if _share(demand, rate, fewer, options) < options.good_share:
+        def suffices(num: int, largest: Size = largest) -> bool:
+            size = options.with_generating(largest, num)
+            return _share(demand, rate, size, options) >= options.good_share
+
+        at = bisect_left(nums, True, key=suffices)  # noqa: FBT003 - from those that do not
+        if at < len(nums):
+            found.append(options.with_generating(largest, nums[at]))
+    return min(found, key=options.price, default=None)
+
+
+def _find_highest_rate(demand: Demand, most: float, options: ScalingOptions) -> float:
+    """That one of the sizes serves, up to `most`."""
+    sizes = _list_largest(options)[::-1]
+    low, high = 0.0, most
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        if any(_share(demand, middle, size, options) >= options.good_share for size in sizes):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _list_largest(options: ScalingOptions) -> list[Size]:
+    """What bounds and price allow at most: of two pools, for each number of prefill workers."""
+    prefill, bounds = options.prefill, options.generating
+    each_prefill = [0] if options.both.most else range(max(1, prefill.least), prefill.most + 1)
+    num, sizes = bounds.most, []
+    for num_prefill in each_prefill:
+        while num >= max(1, bounds.least):
+            size = options.with_generating(Size(num_prefill), num)
+            if options.price(size) <= options.most_price:
+                sizes.append(size)
                 break
-            size = fewer
-        sizes.append(size)
-        if _share(demand, rate, size, options) >= options.good_share:
-            num_decode = size.decode
+            num -= 1
     return sizes
 
 
@@ -173,15 +197,17 @@ def _share(demand: Demand, rate: float, size: Size, options: ScalingOptions) -> 
             predict_share(demand, options.limits, size.both, num_prefill, rate=rate)
             for num_prefill in range(size.both)
         )
+    if not size.decode:
+        return 0.0
     num_workers = size.prefill + size.decode
     return predict_share(demand, options.limits, num_workers, size.prefill, rate=rate)
 
 
 @dataclass(slots=True)
 class _Counter:
-    """One gateway's count of requests, as it was seen: `(at, num)`, of one incarnation."""
+    """An incarnation's count of requests, as it was seen at a gateway's URL: `(at, num)`."""
 
-    epoch: str
+    url: str
     seen: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, num: int, now: float) -> None:
@@ -206,6 +232,9 @@ class Scaler:
     def __init__(self, model: str, options: ScalingOptions) -> None:
         self.model, self._options = model, options
         self._counters: dict[str, _Counter] = {}
+        """By epoch: several gateways may answer at one URL in turn."""
+        self._epochs: dict[str, str] = {}
+        self._shared_urls: set[str] = set()
         self._shape: RequestShape | None = None
         self._needs: deque[tuple[float, Size]] = deque()
         self._known_since = -inf
@@ -223,9 +252,18 @@ class Scaler:
         preempted workers, is replaced at once, as far as it is needed. A role of which workers
         start, or that grew less than `grow_every_s` ago, does not grow; others may.
         """
+        decision = self._follow_demand(reports, present, starting, now)
+        size = present if decision is None else decision.size
+        if (within := self._options.clamp(size)) == size:
+            return decision
+        reason = f"{size} is not within the configured bounds"
+        return Resize(within, reason if decision is None else f"{decision.reason}; {reason}")
+
+    def _follow_demand(
+        self, reports: Mapping[str, DemandReport], present: Size, starting: Size, now: float
+    ) -> Resize | None:
+        """As `decide`, but for workers that are there already and are not within the bounds."""
         options = self._options
-        if (within := options.clamp(present)) != present:
-            return Resize(within, f"{present} is not within the configured bounds")
         found = self._merge(reports, now)
         if self._shape is None or not found:
             return None
@@ -233,32 +271,37 @@ class Scaler:
         demand = _to_demand(self._shape)
         self._correct(found, demand, rate, present, is_starting=any(starting))
         wanted_rate = rate * options.headroom * self._factor
-        need, share = find_size(demand, wanted_rate, options)
-        if not self._needs or self._needs[-1][0] < now - options.longest_gap_s:
+        need, served = _find_need(demand, wanted_rate, options)
+        self._remember(need, now)
+        self._size = Size(*map(max, self._size, present))
+        wanted = self._hold(Size(*map(max, need, present)), starting, now)
+        if options.price(wanted) > options.most_price:
+            is_better = _share(demand, served, need, options) > _share(
+                demand, served, present, options
+            )
+            wanted = self._trade(present, wanted, now) if is_better else present
+        for role, (num, had) in enumerate(zip(wanted, self._size, strict=True)):
+            if num > had:
+                self._grew_at[role] = now
+        reason = self._explain(rate, _share(demand, wanted_rate, need, options))
+        return self._resize(present, wanted, need, reason=reason, now=now)
+
+    def _remember(self, need: Size, now: float) -> None:
+        """For `shrink_after_s`."""
+        if not self._needs or self._needs[-1][0] < now - self._options.longest_gap_s:
             self._needs.clear()  # else one look after a gap would stand for all of it
             self._known_since = now
         self._needs.append((now, need))
-        while self._needs[0][0] < now - options.shrink_after_s:
+        while self._needs[0][0] < now - self._options.shrink_after_s:
             self._needs.popleft()
+
+    def _explain(self, rate: float, share: float) -> str:
         reason = f"{rate:.2f} requests/s"
         if self._factor > 1.0:
             reason += f" (counted {self._factor:.2f} times: too few answers were good)"
-        if share < options.good_share:
+        if share < self._options.good_share:
             reason += f", of which {share:.0%} can be good within the bounds"
-        self._size = Size(*map(max, self._size, present))
-        more = self._hold(Size(*map(max, need, present)), starting, now)
-        wanted = self._keep_price(more, need)
-        if present not in {more, wanted}:
-            for role, (num, had) in enumerate(zip(wanted, self._size, strict=True)):
-                if num > had:
-                    self._grew_at[role] = now
-            return self._resize(wanted, f"{reason} need {need}")
-        return self._shrink(present, reason, now)
-
-    def _resize(self, size: Size, reason: str) -> Resize:
-        """What a role loses by this is not missing later."""
-        self._size = Size(*map(min, self._size, size))
-        return Resize(size, reason)
+        return reason
 
     def _hold(self, more: Size, starting: Size, now: float) -> Size:
         """Without the growth of roles whose last growth has not had its effect yet."""
@@ -272,21 +315,32 @@ class Scaler:
             )
         )
 
-    def _keep_price(self, more: Size, need: Size) -> Size:
-        """A role that has too many is not kept at the cost of one that has too few."""
-        if self._options.price(more) <= self._options.most_price:
-            return more
-        return Size(*map(min, need, more))
+    def _trade(self, present: Size, wanted: Size, now: float) -> Size:
+        """For one role, another one gives up workers that it has not needed for a short while."""
+        wanted = self._at_most_needed(wanted, min(SLOW_S, self._options.shrink_after_s), now)
+        return present if self._options.price(wanted) > self._options.most_price else wanted
 
-    def _shrink(self, present: Size, reason: str, now: float) -> Resize | None:
-        after_s = self._options.shrink_after_s
-        if now - max(self._known_since, *self._grew_at) < after_s:
+    def _at_most_needed(self, size: Size, for_s: float, now: float) -> Size:
+        """No more of a role than was needed at most for so long, if that is known."""
+        if now - self._known_since < for_s:
+            return size
+        needs = (need for at, need in self._needs if at >= now - for_s)
+        return Size(*map(min, size, map(max, *needs, Size())))
+
+    def _resize(
+        self, present: Size, wanted: Size, need: Size, *, reason: str, now: float
+    ) -> Resize | None:
+        """To what is wanted, but to no more than was needed at most for a while."""
+        after_s, why = self._options.shrink_after_s, []
+        size = self._at_most_needed(wanted, after_s, now)
+        if size == present:
             return None
-        most = Size(*(max(sizes) for sizes in zip(*(size for _, size in self._needs), strict=True)))
-        fewer = Size(*map(min, most, present))
-        if fewer == present:
-            return None
-        return self._resize(fewer, f"{reason} needed {most} at most for {after_s:.0f} s")
+        if wanted != present:
+            why.append(f"need {need}")
+        if size != wanted:
+            why.append(f"needed {size} at most for {after_s:.0f} s")
+        self._size = Size(*map(min, self._size, size))  # what a role loses is not missing later
+        return Resize(size, f"{reason} {' and '.join(why)}")
 
     def _merge(self, reports: Mapping[str, DemandReport], now: float) -> list[ModelDemand]:
         """This model's part of the reports, and what its requests are like."""
@@ -297,23 +351,43 @@ class Scaler:
             if own is None:
                 continue
             found.append(own)
-            counter = self._counters.get(gateway)
-            if counter is None or counter.epoch != report.epoch:
-                counter = self._counters[gateway] = _Counter(report.epoch)
+            counter = self._counters.setdefault(report.epoch, _Counter(gateway))
+            if counter.url == gateway and counter.seen:
+                self._note_return(gateway, report.epoch)
+            self._epochs[gateway] = report.epoch
             counter.add(own.num_begun, now)
             if own.shape is not None:
                 shapes.append((counter.count_since(now - SLOW_S)[0], own.shape))
-        for gateway in [name for name, each in self._counters.items() if _is_old(each, now)]:
-            del self._counters[gateway]
+        self._counters = {
+            epoch: each for epoch, each in self._counters.items() if not _is_old(each, now)
+        }
+        self._epochs = {
+            url: epoch for url, epoch in self._epochs.items() if epoch in self._counters
+        }
         if shapes:  # the gateway that was asked most knows best
             self._shape = max(shapes, key=lambda each: each[0])[1]
         return found
 
+    def _note_return(self, url: str, epoch: str) -> None:
+        """An incarnation answers that had answered at this URL: it had not ended meanwhile."""
+        if self._epochs.get(url, epoch) != epoch and url not in self._shared_urls:
+            self._shared_urls.add(url)
+            log.warning(
+                "%s: several gateways answer here in turn; late answers and waiting requests are "
+                "only those of one of them: name each one's URL in scaling.gateways, or dns:URL",
+                url,
+            )
+
     def _find_rate(self, now: float) -> float:
         """Requests a second, of all gateways: the higher one of two windows'."""
-        rates = []
+        rates, epochs = [], set(self._epochs.values())
+        counters = [
+            each
+            for epoch, each in self._counters.items()
+            if epoch in epochs or each.url in self._shared_urls  # else it has restarted since
+        ]
         for window_s in (FAST_S, SLOW_S):
-            counted = [each.count_since(now - window_s) for each in self._counters.values()]
+            counted = [each.count_since(now - window_s) for each in counters]
             rates.append(sum(num / seconds for num, seconds in counted if seconds > 0))
         return max(rates)
 
@@ -329,14 +403,17 @@ class Scaler:
         """Learn how wrong the prediction is for the present size."""
         ended = [each for report in found for each in report.ended]
         limits, wanted = self._options.limits, self._options.good_share
-        if len(ended) < LEAST_ENDED or is_starting:
+        if is_starting:
             return
         num_good = sum(
             each.ttft_s <= limits.ttft_s and each.tpot_s <= limits.tpot_s for each in ended
         )
         if num_good >= wanted * len(ended):
-            self._factor = max(1.0, self._factor * LESS)
-        elif _share(demand, rate * self._factor, present, self._options) >= wanted:
+            self._factor = max(1.0, self._factor * LESS)  # also where there are few, or none
+        elif (
+            len(ended) >= LEAST_ENDED
+            and _share(demand, rate * self._factor, present, self._options) >= wanted
+        ):
             self._factor = min(MOST_FACTOR, self._factor * MORE)
 
 
