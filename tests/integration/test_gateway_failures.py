@@ -192,6 +192,36 @@ def test_a_request_that_both_refuse_is_the_clients_error():
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "named", [{"code": "context_length_exceeded"}, {"code": 400, "param": "input_tokens"}]
+)
+@pytest.mark.parametrize("body", [PROMPT, STREAM])
+def test_what_does_not_fit_one_worker_goes_to_one_with_more_room(body, named):
+    error = {"message": "too long", "type": "invalid_request_error", "param": None, **named}
+
+    async def refuse(visit: Visit):
+        await visit.answer(400, {"error": error})
+
+    async def scenario(cluster: Cluster):
+        for _ in range(2):
+            async with cluster.post(body) as response:
+                assert response.status == 200
+                assert b"error" not in await response.read()
+        assert len(large.visits) == 2
+        fallbacks = 'baton_gateway_fallbacks_total{cause="context_too_small"}'
+        assert await cluster.metric(fallbacks) == len(small.visits) > 0
+        large.script = refuse
+        for _ in range(2):
+            async with cluster.post(body) as response:
+                assert response.status == 400
+                assert (await response.json())["error"] == error
+        assert len(large.visits) == 4
+
+    small = ScriptedWorker("small", "decode", refuse, max_context_tokens=256)
+    large = ScriptedWorker("large", "decode", say_abc)
+    run(scenario, prefills=0, decodes=[small, large])
+
+
 # Decode fails before an answer: another one is asked ----------------------------------------------
 
 

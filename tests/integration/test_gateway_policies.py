@@ -184,6 +184,29 @@ def test_workers_with_the_gateways_tokenizer_get_the_prompts_token_ids():
     run(scenario, prefills=[prefill], decodes=[decode], policy="prefix", mode="push")
 
 
+def test_a_prompt_goes_to_no_worker_without_room_for_it():
+    """Where none has room, a worker answers so."""
+    model = {"model": str(DEMO_MODEL_PATH)}
+    small = ScriptedWorker("small", "both", say_abc, **model, max_context_tokens=256)
+    large = ScriptedWorker("large", "both", say_abc, **model)
+
+    async def scenario(cluster: Cluster):
+        for num_tokens in (255, 256):
+            small.visits.clear()
+            large.visits.clear()
+            for first in range(4):
+                await ask(cluster, STREAM | {"prompt": [first + 5] * num_tokens})
+            assert (len(small.visits), len(large.visits)) == (
+                (2, 2) if num_tokens < 256 else (0, 4)
+            )
+        async with cluster.post(PROMPT | {"prompt": [5] * 256}, "/debug/route") as response:
+            explained = await response.json()
+        why_not = {each["decode"]: each["why_not"] for each in explained["candidates"]}
+        assert why_not == {"large": None, "small": "has room for 256 tokens"}
+
+    run(scenario, prefills=0, decodes=[small, large], policy="prefix")
+
+
 def test_a_model_that_comes_back_with_another_tokenizer_is_tokenized_by_that(tmp_path):
     """Before, a worker comes up whose tokenizer cannot be read here."""
     other = tmp_path / "other"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -389,6 +390,67 @@ def test_a_request_that_ends_its_workers_ends_no_more_than_another_does() -> Non
         assert await results(cluster) == {"no_worker": 1}
 
     run(scenario, **batons(*scripts))
+
+
+OTHER_MODEL = {"fingerprint": "g" * 32, "model": "/models/v2"}
+
+
+@pytest.mark.parametrize("make", [batons, partial(vllms, resumes_streams=True)])
+def test_a_stream_goes_on_at_no_other_model_of_the_same_name(make: Any) -> None:
+    """As while a fleet gets new weights: the same token ids are other text there."""
+    first = stream(b":5\n" + texts("a", "a")[0], then="die", header=True)
+    again = [b":5\n" + texts("b", "a")[0]] if make is not batons else []
+    third = stream(*again, b":6\n" + texts("b", "b")[0], header=True)
+    setup = make(first, stream(b":9\n" + texts("a", "X")[0], header=True), third)
+    setup["decodes"][1].extra_info = {**setup["decodes"][1].extra_info, **OTHER_MODEL}
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, SAMPLED)
+        assert (answer.text, answer.is_broken) == ("ab", False)
+        assert not cluster.decodes[1].visits
+        assert await results(cluster) == {"resumed": 1}
+
+    run(scenario, **setup)
+
+
+def test_where_only_another_model_is_left_a_stream_ends_with_an_error() -> None:
+    first = stream(b":5\n" + texts("a", "a")[0], then="die", header=True)
+    setup = batons(first, stream(b":9\n" + texts("a", "X")[0], header=True))
+    setup["decodes"][1].extra_info = OTHER_MODEL
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, SAMPLED)
+        assert answer.text == "a"
+        assert [error["code"] for error in answer.errors] == ["worker_failed"]
+        assert not cluster.decodes[1].visits
+        assert await results(cluster) == {"no_worker": 1}
+
+    run(scenario, **setup)
+
+
+@pytest.mark.parametrize(
+    ("context", "text", "is_broken"),
+    [
+        (4096, "aS", False),
+        pytest.param(256, "abcS", False, id="less: once no other is left, after the second death"),
+        pytest.param(1, "abc", True, id="too little for what the client has"),
+    ],
+)
+def test_a_stream_goes_on_where_its_answer_has_room(
+    context: int, text: str, is_broken: bool
+) -> None:
+    first = stream(b":5\n" + texts("a", "a")[0], then="die", header=True)
+    small = stream(b":7\n" + texts("a", "S")[0], header=True)
+    third = stream(b":6\n" + texts("a", "bc")[0], then="die", header=True)
+    setup = batons(first, small, third)
+    setup["decodes"][1].extra_info = {"max_context_tokens": context}
+
+    async def scenario(cluster: Cluster) -> None:
+        answer = await ask(cluster, SAMPLED)
+        assert (answer.text, answer.is_broken) == (text, is_broken)
+        assert bool(cluster.decodes[1].visits) is not is_broken
+
+    run(scenario, **setup)
 
 
 def test_a_stream_survives_several_workers_one_after_the_other() -> None:

@@ -231,6 +231,32 @@ def test_a_worker_that_ends_is_left(policy: str) -> None:
     run(scenario, **two(counting(0.02), counting(0.001)), policy=policy)
 
 
+@pytest.mark.parametrize("cause", ["drain", "pressure"])
+@pytest.mark.parametrize(("num_tokens", "is_moved"), [(299, False), (300, True)])
+def test_a_stream_moves_only_where_its_answer_has_room(
+    cause: str, num_tokens: int, is_moved: bool
+) -> None:
+    """It may have 300 tokens, with its prompt's."""
+    setup = two(counting(0.006), counting(0.001))
+    setup["decodes"][1].extra_info = {"max_context_tokens": num_tokens}
+
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.decodes
+        first.load = second.load = FREE
+        asking, _ = await begin(cluster, first)
+        if cause == "drain":
+            first.health_status = 503
+        else:
+            await asyncio.sleep(0.2)
+            first.load = SHORT
+        answer = await asking
+        assert (answer.text, answer.is_broken) == (WHOLE, False)
+        assert await results(cluster) == ({f"{cause} moved": 1} if is_moved else {})
+        assert bool(second.visits) == is_moved
+
+    run(scenario, **setup, policy="cost")
+
+
 def test_where_a_stream_can_go_is_no_reason_to_divide_labour(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

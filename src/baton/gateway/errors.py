@@ -14,6 +14,7 @@ GatewayError
 │   ├── WorkerUnreachableError
 │   ├── WorkerLostError
 │   ├── WorkerFailedError   it answered with a 5xx, which the client gets if no other can serve
+│   ├── ContextTooSmallError it has less room than another worker: the client gets its 400 at last
 │   ├── WorkerReportedError its stream ended with an error
 │   ├── ReplayDiffersError  it does not give the answer of which the client has a part
 │   ├── PrefillFailedError  a prefill worker that was asked first has no KV for decode
@@ -153,6 +154,14 @@ class WorkerFailedError(UpstreamError):
         self.answer = answer
 
 
+class ContextTooSmallError(UpstreamError):
+    """The prompt does not fit the worker's context, and another one's is larger: `answer`."""
+
+    def __init__(self, message: str, *, answer: ErrorAnswer) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
 class WorkerReportedError(UpstreamError):
     """A stream ended with an error's event, of which `event` is the JSON."""
 
@@ -261,12 +270,13 @@ _KINDS: tuple[tuple[type[BatonError], _Kind], ...] = (
     (NotExplainableError, _Kind(501, "server_error", "not_explainable")),
     (DeadlineError, _Kind(504, "server_error", DEADLINE_CODE)),
 )
+_WITH_ANSWER: Final = (WorkerFailedError, ContextTooSmallError, WorkerReportedError, AnswerError)
 _INTERNAL = _Kind(500, "server_error", "internal_error")
 
 
 def answer_for(error: Exception) -> ErrorAnswer:
     """What the client receives. The text of errors that are not ours goes to the log only."""
-    if isinstance(error, WorkerFailedError | WorkerReportedError | AnswerError):
+    if isinstance(error, _WITH_ANSWER):
         return error.answer
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), _INTERNAL)
     message = "internal error; see the gateway's log" if kind is _INTERNAL else str(error)

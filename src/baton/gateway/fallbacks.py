@@ -18,6 +18,7 @@ class FallbackCause(StrEnum):
     DECODE_UNREACHABLE = "decode_unreachable"
     DECODE_LOST = "decode_lost"
     DECODE_FAILED = "decode_failed"
+    CONTEXT_TOO_SMALL = "context_too_small"
     STALE_TICKET = "stale_ticket"
     TICKET_REFUSED = "ticket_refused"
     MODE_UNUSABLE = "mode_unusable"

@@ -56,8 +56,10 @@ def find_longest_text(workers: Workers, model: str) -> int | None:
     return None if None in known else max(filter(None, known), default=None)
 
 
-def find_serving(fleet: Fleet, body: CompletionBody) -> Fleet:
+def find_serving(fleet: Fleet, body: CompletionBody, num_tokens: int) -> Fleet:
     """The fleet without the workers that do not serve the request's adapter and its fields.
+
+    Nor with those that have no room for its prompt, of which `num_tokens` are known, and a token.
 
     Raises:
         InvalidRequestError: no worker of its model serves its fields.
@@ -68,7 +70,11 @@ def find_serving(fleet: Fleet, body: CompletionBody) -> Fleet:
         raise unsupported(field, body.fields[field])
     if body.adapter:
         fleet = fleet.with_adapter(body.model, body.adapter)
-    return fleet if field is None else fleet.only(body.model, "vllm")
+    if field is not None:
+        fleet = fleet.only(body.model, "vllm")
+    if num_tokens >= fleet.models[body.model].least_context_tokens:
+        fleet = fleet.with_room(body.model, num_tokens)
+    return fleet
 
 
 def find_sole_field(fleet: Fleet, body: CompletionBody) -> NonDisaggregableField | None:

@@ -15,6 +15,7 @@ import msgspec
 from baton.auth.ticket import HandoffMode, Ticket, hash_tenant
 from baton.gateway.errors import (
     CLIENT_ERROR,
+    ContextTooSmallError,
     KVLostError,
     NoWorkerError,
     PrefillFailedError,
@@ -88,6 +89,7 @@ class RequestProxy:
         self._beside, self._excluded_modes = beside, excluded_modes
         self._created = str(int(services.clock.unix_now()))
         self._num_tokens = estimate_prompt_tokens(body)
+        self._num_known = 0  # of the prompt's tokens: what it has at least
         self._match: PromptMatch | None = None
         self._resumption = Resumption(services, context)
         self._wait_ends_at: Instant | None = None
@@ -179,6 +181,8 @@ class RequestProxy:
         failover.record(_attempt_at(placement), _failure_of(error), has_progressed=has_progressed)
         if has_progressed:
             self._wait_ends_at = None
+        if isinstance(error, ContextTooSmallError):
+            self._num_known = max(self._num_known, int(decode.max_context_tokens))
         if isinstance(error, StaleTicketError):
             await monitor.refresh(error.worker)
 
@@ -201,19 +205,19 @@ class RequestProxy:
 
     async def _wait_for_decode(self, failover: Failover) -> str | None:
         """Wait for one of those that are away, or for one that a source may list; or why not."""
-        known = self._decodes_in(self._services.workers.fleet)
+        known = self._decodes_in(self._services.workers.fleet, failover.avoid)
         away = frozenset(w.id for w in known if not w.available and not w.ejected)
         if not away and (known or not self._services.options.members):
             return NOT_EXPECTED
         failover.forgive(away)
 
         def is_served(fleet: Fleet) -> bool:
-            decodes = self._decodes_in(fleet)
+            decodes = self._decodes_in(fleet, failover.avoid)
             return any(w.available and w.id not in failover.avoid for w in decodes)
 
         return await self._wait(is_served)
 
-    def _decodes_in(self, fleet: Fleet) -> tuple[WorkerView, ...]:
+    def _decodes_in(self, fleet: Fleet, avoid: frozenset[WorkerId]) -> tuple[WorkerView, ...]:
         """The workers that may answer it, available or not."""
         model = self._context.model
         served = fleet.models.get(model)
@@ -221,7 +225,7 @@ class RequestProxy:
             return ()
         if find_vllm_field(self._body) is not None and "vllm" not in served.decode_protocols:
             return ()
-        return self._usable(fleet).models[model].decodes
+        return self._usable(fleet, avoid).models[model].decodes
 
     async def _wait(self, is_served: Callable[[Fleet], bool]) -> str | None:
         waiting = self._services.waiting
@@ -249,7 +253,7 @@ class RequestProxy:
         fleet = services.workers.fleet
         if context.model not in fleet.models:  # its last worker came back as something else
             return Unplaceable(f"the model {context.model!r} is not served any more")
-        fleet = self._usable(fleet)
+        fleet = self._usable(fleet, failover.avoid)
         request = PlacementRequest(
             context.model,
             failover.avoid,
@@ -287,7 +291,7 @@ class RequestProxy:
             await self._wait_for_model()
         self._match = await find_prompt(self._services, self._body)
         if self._match is not None:
-            self._num_tokens = self._match.num_tokens
+            self._num_tokens = self._num_known = self._match.num_tokens
 
     async def _wait_for_model(self) -> None:
         """No worker serves it: wait while some are asked for the first time what they serve."""
@@ -363,9 +367,10 @@ class RequestProxy:
         if actual is not None:
             prefixes.note_actual(context.num_predicted, actual)
 
-    def _usable(self, fleet: Fleet) -> Fleet:
+    def _usable(self, fleet: Fleet, avoid: frozenset[WorkerId]) -> Fleet:
         """Without the workers that cannot serve the request, or go on with its stream."""
-        return self._resumption.narrow(find_serving(fleet, self._body), self._body)
+        serving = find_serving(fleet, self._body, self._num_known)
+        return self._resumption.narrow(serving, self._body, avoid)
 
     def _place_beside(self, fleet: Fleet) -> Placement | None:
         wanted = self._beside
@@ -588,6 +593,7 @@ _CAUSES: Final[dict[type[UpstreamError], FallbackCause]] = {
     StaleTicketError: FallbackCause.STALE_TICKET,
     KVLostError: FallbackCause.HANDOFF_FAILED,
     TicketRefusedError: FallbackCause.TICKET_REFUSED,
+    ContextTooSmallError: FallbackCause.CONTEXT_TOO_SMALL,
     WorkerUnreachableError: FallbackCause.DECODE_UNREACHABLE,
     WorkerLostError: FallbackCause.DECODE_LOST,
 }

@@ -19,6 +19,7 @@ from baton.gateway.errors import (
     GATEWAY_TIMEOUT,
     OK,
     SERVER_ERROR,
+    ContextTooSmallError,
     DeadlineError,
     ErrorAnswer,
     StaleTicketError,
@@ -128,6 +129,9 @@ class EarlyFirstToken:
 
 STALE_TICKET: Final = "stale_ticket"
 EVENT_STREAM: Final = b"text/event-stream"
+CONTEXT_CODE: Final = "context_length_exceeded"
+VLLM_CONTEXT_PARAM: Final = "input_tokens"
+"""vLLM's codes are HTTP's: by this it names which limit a request exceeds."""
 TAIL_BYTES: Final = 32
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
@@ -164,6 +168,7 @@ class ResponseForwarder:
             WorkerLostError: it was cut off. A stream may have been sent in part.
             WorkerReportedError: it is a stream that ends with an error, which was not sent.
             DeadlineError: the worker has seen that its time is over, a little before this gateway.
+            ContextTooSmallError: it has no room for the prompt. Nothing was sent.
             ReplayDiffersError: it is another answer than that of which a part was sent.
             UpstreamError: it is too long. Nothing was sent.
         """
@@ -296,6 +301,9 @@ class ResponseForwarder:
             raise TicketRefusedError(f"{self._decode.id} answered {status}: {detail}")
         if status == GATEWAY_TIMEOUT and self._is_nearly_over():
             raise DeadlineError(f"{self._decode.id} answered 504 ({read_error(body)})")
+        if status == CLIENT_ERROR and self._is_too_small(body):
+            reason = f"the request does not fit the context of {self._decode.id}"
+            raise ContextTooSmallError(reason, answer=ErrorAnswer(status, body))
 
     async def _forward_whole(self, response: Answer) -> None:
         """An answer in one piece is read to its end first, so that a cut can still be a 502."""
@@ -326,6 +334,15 @@ class ResponseForwarder:
         own = (REQUEST_ID_HEADER.encode(), context.id.encode())
         context.status = response.status  # not sooner: until here an error can still be sent
         await send_whole(self._send, response.status, body, (*headers, own))
+
+    def _is_too_small(self, body: bytes) -> bool:
+        """Whether an error is that the request does not fit, where another worker has more room."""
+        error, decode = read_error(body), self._decode
+        if error.code != CONTEXT_CODE and error.param != VLLM_CONTEXT_PARAM:
+            return False
+        served = self._services.workers.fleet.models.get(decode.model)
+        others = () if served is None else served.decodes
+        return any(w.available and w.max_context_tokens > decode.max_context_tokens for w in others)
 
     def _describe_failure(
         self, status: int, body: bytes, headers: tuple[Header, ...]

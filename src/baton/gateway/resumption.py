@@ -22,6 +22,7 @@ import msgspec
 from baton.errors import UNDECODABLE
 from baton.gateway.errors import ReplayDiffersError, UpstreamError, WorkerReportedError
 from baton.gateway.metrics import MoveResult, ResumeResult
+from baton.gateway.running_streams import count_needed
 from baton.gateway.stream_record import END_OF_EVENT, StreamRecord
 from baton.gateway.stream_replay import Replay
 from baton.protocol.engine_fields import ABSENT
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from baton.gateway.request import CompletionBody
     from baton.gateway.request_context import RequestContext, Services
     from baton.gateway.running_streams import StreamMovedError
+    from baton.ids import WorkerId
     from baton.router.fleet import Fleet, WorkerView
     from baton.router.placement import Placement
 
@@ -56,7 +58,7 @@ class Resumption:
         self._seed: int | None = None
         self._is_seeded = False
         self._num_taken = 0
-        self._protocol: WorkerProtocol | None = None
+        self._began: WorkerView | None = None
         self._lost_at: Instant | None = None
         self._result: ResumeResult | None = None
         self._moved: tuple[MoveCause, Instant] | None = None
@@ -76,7 +78,7 @@ class Resumption:
         trace: TracebackType | None,
     ) -> None:
         self.record.close()
-        if self._protocol is not None and isinstance(exc, UpstreamError):
+        if self._began is not None and isinstance(exc, UpstreamError):
             self._services.metrics.resumed_streams[self._result or ResumeResult.NO_WORKER].inc()
 
     @property
@@ -98,15 +100,21 @@ class Resumption:
         sizes = self.record.read_group_sizes()
         return replace(body, resume=Resume(ids, is_complete=is_complete, group_sizes=sizes))
 
-    def narrow(self, fleet: Fleet, body: CompletionBody) -> Fleet:
-        """The workers that can go on with the stream: those that speak as the lost one did.
+    def narrow(self, fleet: Fleet, body: CompletionBody, avoid: frozenset[WorkerId]) -> Fleet:
+        """The workers that can go on with the stream: those like the one that began it.
 
-        One that does not resume streams, even as prefill worker, has the request run again.
+        One that does not resume streams, even as prefill worker, has the request run again. One
+        with less room may cut the answer: only where no other is available, or to be avoided.
         """
-        if self._protocol is None:
+        began, model, num_prompt = self._began, self._context.model, self.num_prompt_tokens
+        if began is None:
             return fleet
         must_resume = self._goes_on and not self.record.is_finished and not is_repeatable(body)
-        return fleet.only(self._context.model, self._protocol, must_resume=must_resume)
+        fleet = fleet.like(began, must_resume=must_resume)
+        fleet = fleet.with_room(model, (num_prompt or 0) + self.record.num_ids)
+        large = fleet.with_room(model, count_needed(body, num_prompt, began) - 1)
+        is_there = any(w.available and w.id not in avoid for w in large.models[model].decodes)
+        return large if is_there else fleet
 
     @property
     def needs_no_prompt(self) -> bool:
@@ -117,7 +125,7 @@ class Resumption:
         """A worker's stream begins. `is_seeded`: a vLLM server samples with the gateway's seed."""
         self._is_seeded = is_seeded
         has_events = protocol == "vllm"
-        is_replay = self._protocol is not None and (has_events or not self.record.has_ids)
+        is_replay = self._began is not None and (has_events or not self.record.has_ids)
         replay = Replay(self.record.events) if is_replay else None
         self.record.begin(has_ids=has_ids, has_events=has_events, replay=replay)
         self.num_before = self.record.num_taken
@@ -136,7 +144,7 @@ class Resumption:
     def note_move(self, moved: StreamMovedError) -> None:
         """The stream was cut, and goes on at another worker."""
         now, target = self._services.clock.now(), moved.placement.decode
-        self._num_taken, self._protocol = self.record.num_taken, target.protocol
+        self._num_taken, self._began = self.record.num_taken, self._began or target
         self._moved = moved.cause, now
         self.num_before = inf
         self.moved_at = now
@@ -181,7 +189,7 @@ class Resumption:
         if isinstance(error, WorkerReportedError) and error.is_clients_fault:
             self._result = ResumeResult.REFUSED
         if has_progressed:
-            self._protocol = decode.protocol
+            self._began = self._began or decode
         if not self._context.has_sent_bytes:
             return False
         self._lost_at = self._lost_at or self._services.clock.now()
@@ -198,8 +206,12 @@ class Resumption:
         return self._result is not None
 
     @property
+    def _protocol(self) -> WorkerProtocol | None:
+        return None if self._began is None else self._began.protocol
+
+    @property
     def _goes_on(self) -> bool:
-        return self._protocol is not None and self.record.has_ids
+        return self._began is not None and self.record.has_ids
 
     def _count_known(self) -> tuple[int, str]:
         """How much the client has, and of what."""

@@ -65,7 +65,8 @@ class RouteExplainer:
         services, usual = self._services, self._services.options.targets_of(body.model)
         match = await find_prompt(services, body)
         everywhere = services.workers.fleet
-        fleet = find_serving(everywhere, body)
+        num_known = 0 if match is None else match.num_tokens
+        fleet = find_serving(everywhere, body, num_known)
         request = PlacementRequest(
             body.model,
             non_disaggregable=find_sole_field(fleet, body),
@@ -85,7 +86,7 @@ class RouteExplainer:
             why: tuple[str, ...] = (found.placement.reason,)
         else:
             why = (*found.placement.reasons, *found.placement.why)
-        candidates = (*found.candidates, *_list_without(everywhere, body))
+        candidates = (*found.candidates, *_list_without(everywhere, fleet, body, num_known))
         return RouteExplanation(
             model=body.model,
             policy=services.options.policy_name,
@@ -112,12 +113,18 @@ class RouteExplainer:
         )
 
 
-def _list_without(fleet: Fleet, body: CompletionBody) -> Iterable[ExplainedCandidate]:
-    """The workers of a model that do not have the adapter."""
-    served = fleet.models[body.model]
-    for worker in (*served.prefills, *served.decodes) if body.adapter else ():
-        if body.adapter not in worker.adapters:
-            prefill, decode = (None, worker.id) if worker.decodes else (worker.id, None)
-            part: Part = "decode" if worker.decodes else "prefill"
+def _list_without(
+    everywhere: Fleet, fleet: Fleet, body: CompletionBody, num_tokens: int
+) -> Iterable[ExplainedCandidate]:
+    """The workers of a model that do not have the adapter, or no room for the prompt."""
+    served, left = everywhere.models[body.model], fleet.models[body.model]
+    for worker in (*served.prefills, *served.decodes) if fleet is not everywhere else ():
+        if body.adapter and body.adapter not in worker.adapters:
             why_not = f"has no adapter {body.adapter!r}"
-            yield ExplainedCandidate(part, prefill, decode, why_not=why_not)
+        elif worker.max_context_tokens <= num_tokens < left.least_context_tokens:
+            why_not = f"has room for {worker.max_context_tokens} tokens"
+        else:
+            continue
+        prefill, decode = (None, worker.id) if worker.decodes else (worker.id, None)
+        part: Part = "decode" if worker.decodes else "prefill"
+        yield ExplainedCandidate(part, prefill, decode, why_not=why_not)

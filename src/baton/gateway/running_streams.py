@@ -14,7 +14,7 @@ from baton.router.rebalance import TYPICAL_ANSWER_TOKENS, StreamLoad
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from baton.clock import Instant
     from baton.gateway.request import CompletionBody
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.gateway.resumption import Resumption
     from baton.gateway.standby import Standby
     from baton.ids import WorkerId
-    from baton.router.fleet import WorkerView
+    from baton.router.fleet import ModelWorkers, WorkerView
     from baton.router.placement import Placement
     from baton.router.prefixes import PromptMatch
     from baton.router.rebalance import MoveCause
@@ -85,9 +85,13 @@ class RunningStream:
         )
 
     def can_go_to(self, worker: WorkerView) -> bool:
-        """Whether a worker goes on with what this one began: both speak alike."""
+        """Whether a worker goes on with what this one began: both speak alike, and it has room."""
         if self.body.adapter and self.body.adapter not in worker.adapters:
             return False
+        if worker.max_context_tokens < self.decode.max_context_tokens:
+            num_prompt = self.resumption.num_prompt_tokens
+            if worker.max_context_tokens < count_needed(self.body, num_prompt, self.decode):
+                return False
         return worker.resumes_streams and worker.protocol == self.decode.protocol
 
     def is_due(self, now: float) -> bool:
@@ -101,12 +105,12 @@ class RunningStream:
         return (0.0, 0) if before is None else (now - before[0], num - before[1])
 
     def load(
-        self, key: int, limit_s: float, gap_limit_s: float, *, views: Iterable[WorkerView]
+        self, key: int, limit_s: float, gap_limit_s: float, *, served: ModelWorkers
     ) -> StreamLoad:
-        """What rebalancing looks at, with its limits; `views` are the workers that it may go to."""
+        """What rebalancing looks at, with its limits; `served`: the workers of its model."""
         excluded: frozenset[WorkerId] = frozenset()
-        if self.body.adapter:
-            excluded = frozenset(view.id for view in views if not self.can_go_to(view))
+        if self.body.adapter or served.least_context_tokens < self.decode.max_context_tokens:
+            excluded = frozenset(w.id for w in served.decodes if not self.can_go_to(w))
         return StreamLoad(
             key,
             self.decode.id,
@@ -169,6 +173,14 @@ def find_most_tokens(body: CompletionBody) -> int | None:
         if most is not None:
             return most
     return None
+
+
+def count_needed(body: CompletionBody, num_prompt: int | None, began: WorkerView) -> float:
+    """Tokens that a worker needs room for, so that the answer is no shorter than where it began."""
+    most = find_most_tokens(body)
+    if num_prompt is None or most is None:
+        return began.max_context_tokens
+    return min(num_prompt + most, began.max_context_tokens)
 
 
 class RunningStreams:

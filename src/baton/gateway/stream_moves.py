@@ -174,7 +174,7 @@ class StreamMoves:
             for stream, limit in zip(due, limits, strict=True)
         ):
             loads = [
-                stream.load(key, *limit, views=views.values())
+                stream.load(key, *limit, served=served)
                 for key, (stream, limit) in enumerate(zip(due, limits, strict=True))
             ]
 

@@ -84,6 +84,8 @@ def worker_view(worker: Worker, info: WorkerInfo) -> WorkerView:
         num_landing_layers=info.num_landing_layers,
         adapters=worker.adapters,
         why_no_handoffs=worker.why_no_handoffs,
+        max_context_tokens=info.max_context_tokens,
+        checkpoint=info.model,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Final, Self
 
 from baton.protocol.worker_http import Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from baton.auth.ticket import HandoffMode, WorkerRef
     from baton.ids import WorkerId
@@ -30,6 +31,8 @@ class WorkerView:
     `resumes_streams`: it goes on from the token ids of an answer's beginning.
     `takes_prefixes`: it hands over, and takes, KV of a prompt's first tokens alone.
     `topology` is where it is (`router/topology.py`).
+    `max_context_tokens`: of a prompt and its answer together, it has room for so many.
+    `checkpoint` names what it loaded, as far as is known: a folder of its own, or a name in a hub.
     `max_step_tokens`: its engine computes so many in one step; None: not reported.
     `num_landing_layers`: its engine computes the rest of a prompt while KV lands, each of so many
     layers once that layer's KV is there; 0: when all has landed.
@@ -58,6 +61,8 @@ class WorkerView:
     num_landing_layers: int = 0
     adapters: frozenset[str] = frozenset()
     why_no_handoffs: str | None = None
+    max_context_tokens: float = inf
+    checkpoint: str = ""
     id: WorkerId = field(init=False)
     """The worker's name, which survives a restart. Each request asks for it many times."""
 
@@ -82,6 +87,17 @@ class WorkerView:
         """Of the requests that it would get otherwise, up to 1: less after its return."""
         return 1.0 if self.slow_start is None else self.slow_start.share(now)
 
+    def has_model_of(self, other: WorkerView) -> bool:
+        """Whether token ids and weights are those of another worker that speaks alike.
+
+        The fingerprint of a vLLM server is also of how it computes KV: of servers that differ in
+        it, those are taken to differ in their models that name different ones.
+        """
+        if self.fingerprint == other.fingerprint:
+            return True
+        is_known = bool(self.checkpoint and other.checkpoint)
+        return self.protocol == "vllm" and not (is_known and self.checkpoint != other.checkpoint)
+
     def why_not_from(self, prefill: WorkerView) -> str | None:
         """Why this decode worker cannot take KV from `prefill`; None if it can."""
         for worker in (prefill, self):
@@ -100,8 +116,8 @@ class ModelWorkers:
 
     `helpers` may prefill what another worker answers: prefill workers, and those of both roles.
     `decode_protocols` is the decode workers', at hand because each request asks for it; so are
-    `trials`, the workers that are half-open. `is_part`: others serve the model, too, but not every
-    request for it.
+    `trials`, the workers that are half-open, and the least of all workers' `max_context_tokens`.
+    `is_part`: others serve the model, too, but not every request for it.
     """
 
     prefills: tuple[WorkerView, ...]
@@ -110,6 +126,7 @@ class ModelWorkers:
     decode_protocols: frozenset[WorkerProtocol]
     trials: tuple[WorkerView, ...] = ()
     is_part: bool = False
+    least_context_tokens: float = inf
 
     @classmethod
     def of(cls, workers: Iterable[WorkerView], *, is_part: bool = False) -> ModelWorkers:
@@ -124,6 +141,7 @@ class ModelWorkers:
             decode_protocols=frozenset(w.protocol for w in decodes),
             trials=tuple(w for w in listed if w.half_open),
             is_part=is_part,
+            least_context_tokens=min((w.max_context_tokens for w in listed), default=inf),
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -138,6 +156,11 @@ class ModelWorkers:
 def why_without(worker: WorkerView, adapter: str) -> str:
     """Why a worker has no part in requests of an adapter that it has not."""
     return f"{worker.id} has no adapter {adapter!r}"
+
+
+def why_too_small(worker: WorkerView) -> str:
+    """Why a worker has no part in a request of more tokens than it has room for."""
+    return f"{worker.id} has room for {worker.max_context_tokens} tokens"
 
 
 def _rotate(workers: tuple[WorkerView, ...], share: float) -> tuple[WorkerView, ...]:
@@ -184,15 +207,43 @@ class Fleet:
         models = {model: served.beginning_at(share) for model, served in self.models.items()}
         return Fleet(models, self.absent_prefills, self.adapters)
 
-    def only(self, model: str, protocol: WorkerProtocol, *, must_resume: bool = False) -> Fleet:
-        """A fleet of those workers of a model that speak `protocol`, and can resume a stream."""
+    def only(self, model: str, protocol: WorkerProtocol) -> Fleet:
+        """A fleet of those workers of a model that speak `protocol`."""
+        return self._part(model, lambda worker: worker.protocol == protocol)
+
+    def like(self, lost: WorkerView, *, must_resume: bool) -> Fleet:
+        """A fleet of those workers that can go on with what `lost` began, or resume its stream."""
+        return self._part(
+            lost.model,
+            lambda worker: (
+                worker.protocol == lost.protocol
+                and worker.has_model_of(lost)
+                and (worker.resumes_streams or not must_resume)
+            ),
+        )
+
+    def _part(self, model: str, is_in: Callable[[WorkerView], bool]) -> Fleet:
         served = self.models[model]
         listed = (*served.prefills, *served.decodes)
-        spoken = [
-            w for w in listed if w.protocol == protocol and (w.resumes_streams or not must_resume)
-        ]
-        is_part = served.is_part or len(spoken) < len(listed)
-        return Fleet({model: ModelWorkers.of(spoken, is_part=is_part)}, self.absent_prefills)
+        kept = [worker for worker in listed if is_in(worker)]
+        is_part = served.is_part or len(kept) < len(listed)
+        return Fleet({model: ModelWorkers.of(kept, is_part=is_part)}, self.absent_prefills)
+
+    def with_room(self, model: str, num_tokens: float) -> Fleet:
+        """A fleet of those workers of a model whose context holds more than so many tokens.
+
+        This one if all do, or none from which an answer can come.
+        """
+        served = self.models[model]
+        if num_tokens < served.least_context_tokens:
+            return self
+        listed = (*served.prefills, *served.decodes)
+        large = [w for w in listed if w.max_context_tokens > num_tokens]
+        if not any(w.decodes for w in large):
+            return self
+        small = [why_too_small(w) for w in served.prefills if w.max_context_tokens <= num_tokens]
+        having = ModelWorkers.of(large, is_part=True)
+        return Fleet({model: having}, (*self.absent_prefills, *small))
 
     def with_adapter(self, model: str, adapter: str) -> Fleet:
         """A fleet of those workers of a model that have an adapter; this one if all have it."""

@@ -103,6 +103,7 @@ class PickedRequest:
             ttft_s=services.admission.ttft_left_s(context),
             tpot_s=services.admission.tpot_s(context),
             itl_s=services.admission.itl_s(context),
+            is_tokenized=match is not None,
         )
         placement = self._place(body, request, subset)
         context.begin_attempt(placement, services.metrics.of(context.model, placement.mode))
@@ -171,7 +172,8 @@ class PickedRequest:
         services, model = self._services, body.model
         if model not in services.workers.fleet.models:
             raise NoWorkerError(f"the model {model!r} is not served any more")
-        fleet = find_serving(services.workers.fleet, body)
+        num_known = request.num_prompt_tokens if request.is_tokenized else 0
+        fleet = find_serving(services.workers.fleet, body, num_known)
         decodes = [
             view
             for view in fleet.models[model].decodes
