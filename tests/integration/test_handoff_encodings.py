@@ -435,6 +435,40 @@ def test_a_prompt_that_exceeds_the_encoded_pages_goes_raw(
 
 
 @pytest.mark.parametrize("op", ["WRITE", "READ"])
+@pytest.mark.parametrize("num_blocks", [5, 6])
+def test_two_workers_that_send_to_each_other_never_wait_for_each_other(
+    op: TransferOp, num_blocks: int, key: Credentials
+) -> None:
+    """Each has a half of the pages for what it sends; what needs more goes raw, beside others."""
+    layout, num_pages, num_tokens = make_layout(16), 10, 16 * num_blocks
+    few = replace(SIZE, num_bytes=num_pages * encoded_block_bytes(layout))
+    with (
+        encoded_pages("int8", layout, few) as theirs,
+        encoded_pages("int8", layout, few) as ours,
+        node("a", kinds=TCP, key=key, links=MEASURED, pages=theirs, op=op) as a,
+        node("b", kinds=TCP, key=key, links=MEASURED, pages=ours, op=op) as b,
+    ):
+        run_until_chosen(a, b, "int8/1")
+        run_until_chosen(b, a, "int8/1")
+        handoffs = [
+            make_handoff(*pair, num_tokens=num_tokens, num_cached=num_tokens)
+            for pair in ((a, b), (b, a))
+        ]
+        for handoff in handoffs:
+            handoff.start_receive()
+        for handoff in handoffs:
+            handoff.wait_until_granted()
+        for handoff in handoffs:
+            handoff.start_send()
+            handoff.compute(num_tokens)
+            handoff.prefill_done()
+        for each in (a, b):
+            assert {type(event) for event in each.wait_for(2)} == {KVLanded, KVSent}
+        are_raw = [handoff.receiving.trace.encodings == [] for handoff in handoffs]
+        assert any(are_raw) == (2 * num_blocks > num_pages)
+
+
+@pytest.mark.parametrize("op", ["WRITE", "READ"])
 def test_the_quickest_of_several_encodings_is_chosen(op: TransferOp, key: Credentials) -> None:
     """With codecs that take no time it is the one of fewest bytes; a peer's own set bounds it."""
     layout = make_layout(16)

@@ -31,7 +31,9 @@ from baton.handoff.interface import (
 from baton.handoff.kv_views import KVView
 from baton.handoff.options import AgentOptions
 from baton.handoff.pool_mode.block_copier import BlockCopier
+from baton.handoff.pool_mode.side_entries import CompletionMarker, put_marker
 from baton.handoff.pool_mode.store_access import open_store_access
+from baton.handoff.pool_mode.store_handoff import MAX_SILENCE_S
 from baton.ids import TicketId, WorkerId, new_epoch, new_ticket_id
 from baton.kv.canonical import read_canonical
 from baton.kv.copies import BlockTable, PagedSequence
@@ -39,16 +41,18 @@ from baton.kv.identity import compute_prompt_hash
 from baton.kv.layout import KVLayout
 from baton.store.entry_format import EntryFormat
 from baton.telemetry.trace import RequestSpan
+from baton.testing.clocks import ManualClock
 from baton.transfer.region import allocate_shared_region, release_region, view_pages
 from tests.e2e_vllm.client import wait_until
 from tests.tickets import issue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from baton.clock import Clock
     from baton.handoff.interface import HandoffEvent
     from baton.handoff.session.lease import Lease
     from baton.store.interface import EntryName, Tier
@@ -144,6 +148,7 @@ def node(
     *,
     timeout_s: float = 60.0,
     wrap: Callable[[Tier], Tier] = lambda tier: tier,
+    clock: Clock = CLOCK,
 ) -> Iterator[Node]:
     """`wrap` is around the node's store."""
     layout = KVLayout.gqa(3, 2, 8, block_size=block_size, dtype="float32")
@@ -154,7 +159,7 @@ def node(
     for each in pages:
         each[:] = rng.integers(0, 256, each.shape, dtype=np.uint8)
     view = KVView(layout, region)
-    pool = open_store_access(store, view, key=KEY.key, clock=CLOCK)
+    pool = open_store_access(store, view, key=KEY.key, clock=clock)
     handoffs = open_handoffs(
         AgentOptions(
             worker=WorkerId("w"),
@@ -163,7 +168,7 @@ def node(
             views=(view,),
             transports=(),
             credentials=KEY,
-            clock=CLOCK,
+            clock=clock,
             timeout_s=timeout_s,
         ),
         pool and replace(pool, store=wrap(pool.store)),
@@ -350,6 +355,92 @@ def test_a_queue_is_waited_for_as_long_as_its_engine_lives(
             assert decode.read(0, NUM_TOKENS) == prefill.read(0, NUM_TOKENS)
 
 
+class Watched:
+    """A store that counts how often its thread has looked for something."""
+
+    def __init__(self, inner: Tier) -> None:
+        self._inner, self._num_looks = inner, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def find(self, names: Sequence[EntryName]) -> int:
+        self._num_looks += 1
+        return self._inner.find(names)
+
+    def wait_for_step(self) -> None:
+        """Wait until all that was asked for and all that has come since was seen."""
+        enough = self._num_looks + 10  # two or three in each step
+        wait_until(lambda: self._num_looks >= enough, PATIENCE_S)
+
+
+@dataclass
+class Waiting:
+    """A decode worker whose time stands still waits for a prompt of which nothing is stored."""
+
+    prefill: Node
+    decode: Node
+    ticket: Ticket
+    prompt: NDArray[np.int32]
+    clock: ManualClock
+    store: Watched
+
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.store.wait_for_step()
+
+
+@pytest.fixture(name="waiting")
+def waiting_fixture(tmp_path: Path) -> Iterator[Waiting]:
+    store, clock, watched = section(tmp_path), ManualClock(), list[Watched]()
+
+    def watch(tier: Tier) -> Tier:
+        watched.append(Watched(tier))
+        return watched[0]  # type: ignore[return-value]
+
+    with node(store, 4, 1) as prefill, node(store, 6, 2, clock=clock, wrap=watch) as decode:
+        ticket, prompt = make_ticket(), make_prompt()
+        decode.start_receive(ticket, prompt)
+        watched[0].wait_for_step()
+        yield Waiting(prefill, decode, ticket, prompt, clock, watched[0])
+
+
+def test_a_prompt_of_which_all_was_evicted_is_not_waited_for(waiting: Waiting) -> None:
+    """Its marker, too: decode is asked once prefill is done, and finds neither."""
+    waiting.pass_time(0.9 * MAX_SILENCE_S)
+    assert waiting.decode.handoffs.poll() == []
+    waiting.clock.advance(0.2 * MAX_SILENCE_S)
+    failed, _ = waiting.decode.hear(KVFailed, BlocksQuiescent)
+    assert isinstance(failed, KVFailed)
+    assert (failed.error.stage, "no more" in str(failed.error)) == ("store", True)
+
+
+def test_what_follows_an_entry_is_waited_for_as_long(waiting: Waiting) -> None:
+    decode, ticket, num_tokens = waiting.decode, waiting.ticket, 2 * IN_STORE
+    waiting.pass_time(0.9 * MAX_SILENCE_S)
+    waiting.prefill.start_send(ticket, waiting.prompt)
+    waiting.prefill.compute(ticket, num_tokens)
+    num_bytes, trace = num_tokens * decode.layout.bytes_per_token, decode.traces[ticket.id]
+    wait_until(lambda: trace.num_bytes == num_bytes, PATIENCE_S)
+    waiting.pass_time(0.9 * MAX_SILENCE_S)
+    assert decode.handoffs.poll() == []
+    waiting.clock.advance(0.2 * MAX_SILENCE_S)
+    assert decode.hear(KVLanded) == [KVLanded(ticket.id, None, num_tokens)]
+    assert waiting.prefill.handoffs.poll() == [], "it was waited for until prefill gave up"
+
+
+def test_a_prompt_that_is_queued_at_its_prefill_worker_is_waited_for(
+    waiting: Waiting, tmp_path: Path
+) -> None:
+    waiting.prefill.handoffs.report_progress([waiting.ticket])
+    wait_until(lambda: entries(tmp_path), PATIENCE_S)
+    for _ in range(3):
+        waiting.pass_time(0.9 * MAX_SILENCE_S)
+    assert waiting.decode.handoffs.poll() == []
+    prefill_all(waiting.prefill, waiting.ticket, waiting.prompt)
+    assert waiting.decode.hear(KVLanded) == [KVLanded(waiting.ticket.id, FIRST)]
+
+
 def test_an_aborted_wait_gives_the_blocks_back_once(pair: tuple[Node, Node]) -> None:
     _, decode = pair
     ticket = make_ticket()
@@ -376,6 +467,23 @@ class Emptied:
             for path in entries(self._place):
                 path.unlink()
         return lease
+
+
+@pytest.mark.parametrize("failed_rank", [0, 1])
+def test_a_rank_that_failed_is_reported_whichever_it_is(tmp_path: Path, failed_rank: int) -> None:
+    with node(section(tmp_path, num_parts=2), 4, 1) as decode:
+        ticket, prompt = make_ticket(), make_prompt()
+        pool = decode.handoffs.store
+        assert pool is not None
+        prompt_hash = compute_prompt_hash("model", "", prompt)
+        for rank in range(2):
+            reason = "its GPU failed" if rank == failed_rank else ""
+            marker = CompletionMarker(prompt_hash, 0, None, reason)
+            put_marker(pool.access.store, ticket.id, rank, marker)
+        decode.start_receive(ticket, prompt)
+        failed, _ = decode.hear(KVFailed, BlocksQuiescent)
+        assert isinstance(failed, KVFailed)
+        assert (failed.error.stage, "GPU failed" in str(failed.error)) == ("prefill", True)
 
 
 def test_what_goes_together_with_its_note_is_not_waited_for(tmp_path: Path) -> None:

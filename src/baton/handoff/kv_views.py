@@ -148,6 +148,15 @@ class StagingPool:
         served, self._served = self._served, []
         return served
 
+    def waits_for_received(self, num_pages: int) -> bool:
+        """Whether a send of so many pages, asked for now, would wait for what is received.
+
+        The peer that sends it may wait for this send's pages there: without end, if both are larger
+        than a half. Smaller ones have their own.
+        """
+        waits = any(holder.side == "receive" for holder in (*self._held, *self._waiting["receive"]))
+        return waits and num_pages > len(self._is_free) // 2
+
     def check_invariants(self) -> None:
         """Raise AssertionError where a page has two holders or is lost, or a wait is needless."""
         held = np.concatenate([np.empty(0, dtype=np.int64), *self._held.values()])

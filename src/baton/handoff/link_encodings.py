@@ -32,6 +32,7 @@ from baton.handoff.messages import (
     EncodingRefused,
     ReceivingCosts,
 )
+from baton.kv.copies import count_blocks
 from baton.telemetry.trace import EncodingEstimate
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class LinkEncodings:
     def try_refuse(self, outgoing: OutgoingHandoff, granted: Granted) -> EncodingRefused | None:
         """The answer to a grant whose KV is there sooner otherwise; None if it is taken as it is.
 
+        Raw, too, where encoded pages would be waited for, and the peer may wait for this worker's.
         What was predicted is noted in the trace.
         """
         grant, session = granted.grant, outgoing.session
@@ -168,7 +170,8 @@ class LinkEncodings:
         }
         if grant.encoding not in arrivals:
             return None
-        chosen = choose_arrival(kv, arrivals, grant.encoding)
+        is_late = self._waits_for_received(granted)
+        chosen = RAW if is_late else choose_arrival(kv, arrivals, grant.encoding)
         compared = grant.encoding if chosen == RAW else chosen
         outgoing.estimated_at = now
         order.trace.encoding_estimate = EncodingEstimate(
@@ -183,6 +186,12 @@ class LinkEncodings:
         predicted = (arrivals[compared].raw_s, arrivals[compared].encoded_s, kv.prefill_s)
         bounded = (min(each, MAX_PREDICTED_S) for each in predicted)
         return EncodingRefused(session.ticket, chosen, *bounded)
+
+    def _waits_for_received(self, granted: Granted) -> bool:
+        grant, view = granted.grant, self._context.view_to(granted.peer, granted.grant.encoding)
+        size = view.view.layout.block_size
+        num_pages = count_blocks(grant.num_tokens, size) - grant.start // size
+        return view.staging_pool is not None and view.staging_pool.waits_for_received(num_pages)
 
     def acked(self, outgoing: OutgoingHandoff) -> None:
         """The peer has all: what it took is noted beside what was predicted."""

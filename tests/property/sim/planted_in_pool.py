@@ -10,7 +10,7 @@ from baton.clock import Instant
 from baton.engines.transformers.pinned_blocks import KeptBlocks
 from baton.handoff.dispatcher import HandoffDispatcher
 from baton.handoff.interface import KVLanded, PrefixFound
-from baton.handoff.pool_mode import block_copier
+from baton.handoff.pool_mode import block_copier, store_handoff
 from baton.handoff.pool_mode.prefix_store import StoredPrefixes
 from baton.handoff.pool_mode.store_handoff import StoreHandoff
 from baton.handoff.pool_mode.store_reader import StoreRead
@@ -59,6 +59,7 @@ def part_is_taken_for_all(patch: pytest.MonkeyPatch) -> None:
 def collections_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Entries that do not come are waited for."""
     patch.setattr(StoreHandoff, "_deadline", lambda self, order: Instant(math.inf))
+    patch.setattr(store_handoff, "MAX_SILENCE_S", math.inf)
 
 
 def silent_abort(patch: pytest.MonkeyPatch) -> None:

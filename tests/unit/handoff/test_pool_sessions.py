@@ -119,7 +119,7 @@ def test_what_is_cached_on_prefill_can_be_kept_at_once() -> None:
 def test_pieces_that_are_cached_on_decode_are_not_asked_for() -> None:
     ticket = make_ticket()
     order = receive_order(ticket, start=12, num_tokens=20)
-    store_read = StoreRead(order, make_pieces(20), deadline=NEVER)
+    store_read = StoreRead(order, make_pieces(20), started_at=Instant(0.0), deadline=NEVER)
     assert [segment.start for segment in store_read.pending_segments] == [8, 16]
     assert store_read.num_tokens == 12
     store_read.add_landed(1)
@@ -132,7 +132,7 @@ def test_pieces_that_are_cached_on_decode_are_not_asked_for() -> None:
 def test_nothing_landed_is_a_failure() -> None:
     ticket = make_ticket()
     order = receive_order(ticket, start=12, num_tokens=20)
-    store_read = StoreRead(order, make_pieces(20), deadline=NEVER)
+    store_read = StoreRead(order, make_pieces(20), started_at=Instant(0.0), deadline=NEVER)
     store_read.tombstone = Tombstone("killed", "gateway")
     failed, quiescent = store_read.end_early("killed", "gateway")
     assert isinstance(failed, KVFailed)

@@ -102,6 +102,14 @@ def test_an_expiry_says_what_is_missing() -> None:
     assert "5 layer-tokens still missing" in str(emitted.event.error)
 
 
+def test_an_expiry_before_a_grant_names_what_it_waited_for() -> None:
+    order = receive_order(make_ticket(), start=4, num_tokens=9)
+    session = ReceiveSession(order, sealed_ticket="s", num_layers=2, deadline=Instant(10.0))
+    failed = next(each for each in session.expire(Instant(10.0)) if isinstance(each, Emit))
+    assert isinstance(failed.event, KVFailed)
+    assert "waited for the prefill worker's link, or for staging pages" in str(failed.event.error)
+
+
 def test_kv_lands_when_the_last_copy_has_ended() -> None:
     session = make_session(staged=True)
     session.scattering()

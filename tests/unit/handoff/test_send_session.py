@@ -66,6 +66,15 @@ def test_an_error_names_stage_and_peer() -> None:
     assert "no grant" in str(error)
 
 
+def test_an_expiry_after_a_grant_names_what_it_waited_for() -> None:
+    session, grant = make_session()
+    session.granted(grant)
+    (_, emitted) = session.expire(Instant(11.0))
+    assert isinstance(emitted, Emit)
+    assert isinstance(emitted.event, SendFailed)
+    assert "waited for staging pages, or for a transport" in str(emitted.event.error)
+
+
 def make_read_session() -> SendSession:
     session, grant = make_session()
     session.granted(msgspec.structs.replace(grant, op="READ"))

@@ -126,6 +126,17 @@ def test_sends_do_not_wait_for_one_larger_than_a_half_while_others_are_received(
     assert pages.take_granted() == [holder(2)]
 
 
+def test_only_one_larger_than_a_half_waits_for_what_is_received() -> None:
+    pages = StagingPool(NUM_PAGES)
+    pages.try_reserve(holder(1, "send"), 1)
+    assert not pages.waits_for_received(NUM_PAGES), "for what is sent"
+    pages.try_reserve(holder(2), 7)  # it waits itself, and comes before
+    assert (pages.waits_for_received(5), pages.waits_for_received(4)) == (True, False)
+    pages.release(holder(1, "send"))
+    assert pages.take_granted() == [holder(2)]
+    assert (pages.waits_for_received(5), pages.waits_for_received(4)) == (True, False)
+
+
 @given(st.lists(st.tuples(st.integers(1, NUM_PAGES), st.booleans()), min_size=1, max_size=4))
 @settings(max_examples=50)
 def test_all_are_served_while_others_keep_asking(asks: list[tuple[int, bool]]) -> None:

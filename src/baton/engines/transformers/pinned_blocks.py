@@ -268,7 +268,8 @@ class SharedBlocks:
         The sequences hold their own from now on: copy before anything else is computed.
         """
         copies: list[tuple[list[int], list[int]]] = []
-        for ticket in sorted(self._revoked):
+        # The smallest first: one for which there is no room keeps back only those as large.
+        for ticket in sorted(self._revoked, key=self._size_of_import):
             sequence = self._importers[ticket]
             range_in_table = sequence.imported
             imported = sequence.blocks[range_in_table.start : range_in_table.stop]
@@ -298,6 +299,9 @@ class SharedBlocks:
             ]
             if not range_in_table or range_in_table != list(sequence.imported):
                 raise AssertionError(f"{ticket.hex()}: an export without its blocks")
+
+    def _size_of_import(self, ticket: TicketId) -> tuple[int, TicketId]:
+        return len(self._importers[ticket].imported), ticket
 
     def _release_import(self, ticket: TicketId) -> None:
         del self._importers[ticket]

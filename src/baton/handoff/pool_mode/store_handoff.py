@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING, Final
 from baton.clock import Instant
 from baton.errors import BatonError
 from baton.handoff.grants import Tombstone, Tombstones
-from baton.handoff.heartbeat import EngineHeartbeat, compute_interval_s
+from baton.handoff.heartbeat import (
+    MAX_KEEPALIVE_INTERVAL_S,
+    EngineHeartbeat,
+    compute_interval_s,
+)
 from baton.handoff.interface import BlocksQuiescent
 from baton.handoff.pool_mode.block_copier import BlockCopier, hash_segments
 from baton.handoff.pool_mode.prefix_store import StoredPrefixes
@@ -54,6 +58,9 @@ POLL_S: Final = 0.004
 """Between two looks for entries that are awaited, at a GPU, and at deadlines."""
 TICK_S: Final = 0.05
 """Between two looks at deadlines of prefills, whose progress comes by commands."""
+MAX_SILENCE_S: Final = 3 * MAX_KEEPALIVE_INTERVAL_S
+"""How long decode waits for a first sign of a prompt, or for its next entry. It is asked once
+prefill is done, which works on all its prompts in turns: what has not come by then is lost."""
 STOP_TIMEOUT_S: Final = 5.0
 STOPPING: Final = "the worker is stopping"
 NO_PROMPT_IDS: Final = "the order does not name its prompt's tokens"
@@ -205,6 +212,7 @@ class StoreHandoff:
     def _engine_alive(self, ticket: TicketId) -> None:
         store_read = self._reads.get(ticket)
         if store_read is not None:
+            store_read.is_queued = True
             store_read.extend_deadline(Instant(self._clock.now() + self._timeout_s))
 
     def _idle_wait_s(self) -> float | None:
@@ -268,13 +276,18 @@ class StoreHandoff:
         if marker is not None:
             reason = marker.reason or "what the prefill worker kept is in the store no more"
             return Tombstone(reason, "prefill" if marker.reason else "store")
-        if self._clock.now() >= store_read.deadline:
+        now = self._clock.now()
+        if not store_read.is_queued and now >= store_read.last_landed_at + MAX_SILENCE_S:
+            reason = "what the prefill worker kept, and its marker, are in the store no more"
+            return Tombstone(reason, "store")
+        if now >= store_read.deadline:
             return Tombstone("the deadline passed before all was in the store", "store")
         return None
 
     def _start_receive(self, order: ReceiveOrder) -> None:
         ticket, segments = order.ticket.id, self._hash_prompt(order)
-        store_read = StoreRead(order, segments, deadline=self._deadline(order))
+        now = self._clock.now()
+        store_read = StoreRead(order, segments, started_at=now, deadline=self._deadline(order))
         if not segments:  # nothing to wait for is not the same as all there is
             self._reader.end_early(store_read, NO_PROMPT_IDS, "store")
             return

@@ -137,10 +137,11 @@ class StoreReader:
         if num_read == 0:
             return False
         store_read.add_landed(num_read)
+        store_read.last_landed_at = self._clock.now()
         self._counts.num_loaded += num_read
         order.trace.num_bytes += read.num_bytes
         note_store_encoding(order.trace, self._encoding)
-        order.trace.stamp(Stamp.FIRST_LAYER_LANDED, self._clock.now())
+        order.trace.stamp(Stamp.FIRST_LAYER_LANDED, store_read.last_landed_at)
         return True
 
     def read_segments(
@@ -236,7 +237,7 @@ class StoreReader:
             return None
         if any(marker.prompt_hash != order.prompt_hash for marker in found):
             return None  # of another prompt: no information about this one
-        return found[0]
+        return next((marker for marker in found if marker.reason), found[0])
 
     def complete(self, store_read: StoreRead) -> None:
         """All is in place. A first token that is not here yet is not waited for."""
@@ -320,12 +321,19 @@ class StoreRead:
 
     `tombstone` states why nothing more will come, once that was reported; `marker` is the prefill
     worker's completion marker, once it was seen: it may be evicted before the entries are read.
+    `is_queued`: a heartbeat entry named it, so that the prefill worker has yet to compute it.
     """
 
     def __init__(
-        self, order: ReceiveOrder, segments: Sequence[TokenSegment], *, deadline: Instant
+        self,
+        order: ReceiveOrder,
+        segments: Sequence[TokenSegment],
+        *,
+        started_at: Instant,
+        deadline: Instant,
     ) -> None:
         self.order, self.deadline = order, deadline
+        self.last_landed_at, self.is_queued = started_at, False
         self.tombstone: Tombstone | None = None
         self.marker: CompletionMarker | None = None
         self._segments = tuple(segment for segment in segments if segment.stop > order.start)

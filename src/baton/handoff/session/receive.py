@@ -336,10 +336,10 @@ class ReceiveSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
         if now < self.deadline or self.phase in _CLOSED:
             return []
         missing = self.coverage.num_missing
-        return self.fail(
-            f"the deadline passed with {missing} layer-tokens still missing",
-            stage=str(self.phase),
-        )
+        reason = f"the deadline passed with {missing} layer-tokens still missing"
+        if self.phase is ReceivePhase.WAITING:
+            reason += ": it waited for the prefill worker's link, or for staging pages"
+        return self.fail(reason, stage=str(self.phase))
 
     def check_invariants(self) -> None:
         """Raise AssertionError where counts or phases disagree."""

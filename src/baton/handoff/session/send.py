@@ -375,7 +375,11 @@ class SendSession:  # noqa: PLR0904 -- a method for each event (ADR 0005)
             return self.fail(LAPSED_REASON, stage=LEASE_STAGE)
         if now < self.deadline:
             return []
-        what = "no grant came from the decode worker" if self.grant is None else "still sending"
+        what = "still sending"
+        if self.grant is None:
+            what = "no grant came from the decode worker"
+        elif self.phase is SendPhase.OFFERED:
+            what = "it waited for staging pages, or for a transport"
         return self.fail(f"the deadline passed: {what}", stage=str(self.phase))
 
     def _gather_ready(self, layers: Sequence[int]) -> list[SendAction]:
