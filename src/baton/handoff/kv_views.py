@@ -149,13 +149,14 @@ class StagingPool:
         return served
 
     def waits_for_received(self, num_pages: int) -> bool:
-        """Whether a send of so many pages, asked for now, would wait for what is received.
+        """Whether a send of so many pages, asked for now, might wait for what is received.
 
-        The peer that sends it may wait for this send's pages there: without end, if both are larger
-        than a half. Smaller ones have their own.
+        The peer that sends it may wait for this send's pages there: without end.
         """
-        waits = any(holder.side == "receive" for holder in (*self._held, *self._waiting["receive"]))
-        return waits and num_pages > len(self._is_free) // 2
+        received = [len(pages) for holder, pages in self._held.items() if holder.side == "receive"]
+        num_left = len(self._is_free) - sum(received)
+        is_receiving = bool(received or self._waiting["receive"])
+        return is_receiving and num_pages > min(num_left, len(self._is_free) // 2)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where a page has two holders or is lost, or a wait is needless."""

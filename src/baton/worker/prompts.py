@@ -11,6 +11,9 @@ import numpy as np
 
 from baton.engines.interface import EngineInfo, SamplingDefaults, SamplingParams
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
+from baton.protocol.request_fields import (
+    ChatFields,
+)
 from baton.tokenizer.chat_template import ChatTemplate, TemplateMessage, template_variables
 from baton.tokenizer.long_texts import is_too_long
 
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from baton.protocol.request_fields import (
-        ChatFields,
         ChatMessage,
         CompletionFields,
         GenerationFields,
@@ -134,7 +136,7 @@ class PromptReader:
             # The template writes the special tokens itself.
             special = fields.add_special_tokens is True
             prompt = await self._encode(text, add_special_tokens=special)
-        wanted = fields.max_completion_tokens or fields.max_tokens
+        wanted = _wanted_tokens(fields)
         max_tokens = self._max_tokens(len(prompt), wanted, self.max_default_tokens)
         return self._generation(fields, prompt, max_tokens, _chat_logprobs(fields))
 
@@ -264,19 +266,25 @@ def _too_long(
     )
 
 
+def _wanted_tokens(fields: GenerationFields) -> int | None:
+    """How long the answer may be at most, as the request has it."""
+    newer = fields.max_completion_tokens if isinstance(fields, ChatFields) else None
+    return newer or fields.max_tokens
+
+
 def _sampling(
     fields: GenerationFields, max_tokens: int, num_logprobs: int | None, defaults: SamplingDefaults
 ) -> SamplingParams:
-    min_tokens = fields.min_tokens or 0
-    if min_tokens > max_tokens:
+    min_tokens, wanted = fields.min_tokens or 0, _wanted_tokens(fields) or max_tokens
+    if min_tokens > wanted:
         raise InvalidRequestError(
-            f"min_tokens is {min_tokens}, above max_tokens, which is {max_tokens}",
+            f"min_tokens is {min_tokens}, above max_tokens, which is {wanted}",
             param="min_tokens",
             code="invalid_value",
         )
     return SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=min_tokens,
+        min_tokens=min(min_tokens, max_tokens),  # cut to the room, as the answer is
         temperature=defaults.temperature if fields.temperature is None else fields.temperature,
         top_p=defaults.top_p if fields.top_p is None else fields.top_p,
         top_k=max(defaults.top_k if fields.top_k is None else fields.top_k, 0),

@@ -126,6 +126,13 @@ def test_sends_do_not_wait_for_one_larger_than_a_half_while_others_are_received(
     assert pages.take_granted() == [holder(2)]
 
 
+def test_where_all_pages_are_received_into_each_send_waits_for_that() -> None:
+    pages = StagingPool(NUM_PAGES)
+    for number in (1, 2):
+        assert pages.try_reserve(holder(number), NUM_PAGES // 2) is not None
+    assert pages.waits_for_received(NUM_PAGES % 2 + 1)
+
+
 def test_only_one_larger_than_a_half_waits_for_what_is_received() -> None:
     pages = StagingPool(NUM_PAGES)
     pages.try_reserve(holder(1, "send"), 1)

@@ -117,6 +117,8 @@ def test_an_answer_longer_than_the_kv_is_cut_and_one_longer_than_the_context_is_
     at = replace(reader(), info=info)
     assert completion(at, prompt=[5] * 60, max_tokens=256).sampling.max_tokens == 4
     assert chat(at, max_tokens=65).sampling.max_tokens == 64 - len(chat().prompt_ids)
+    whole = completion(at, prompt=[5] * 60, max_tokens=256, min_tokens=256).sampling
+    assert (whole.min_tokens, whole.max_tokens) == (4, 4)
     with pytest.raises(ContextLengthError, match="holds 256 tokens; the prompt has 60 and 257"):
         completion(at, prompt=[5] * 60, max_tokens=257)
     with pytest.raises(ContextLengthError, match="holds 64 tokens; the prompt has 64"):

@@ -58,9 +58,10 @@ POLL_S: Final = 0.004
 """Between two looks for entries that are awaited, at a GPU, and at deadlines."""
 TICK_S: Final = 0.05
 """Between two looks at deadlines of prefills, whose progress comes by commands."""
-MAX_SILENCE_S: Final = 3 * MAX_KEEPALIVE_INTERVAL_S
+MAX_SILENCE_S: Final = 15 * MAX_KEEPALIVE_INTERVAL_S
 """How long decode waits for a first sign of a prompt, or for its next entry. It is asked once
-prefill is done, which works on all its prompts in turns: what has not come by then is lost."""
+prefill has computed all, and writes a batch of each of its prompts in turns: on a slow tier, with
+tens of prompts, seconds pass between two of one. What has not come after these is lost."""
 STOP_TIMEOUT_S: Final = 5.0
 STOPPING: Final = "the worker is stopping"
 NO_PROMPT_IDS: Final = "the order does not name its prompt's tokens"
