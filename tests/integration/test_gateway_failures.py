@@ -193,7 +193,12 @@ def test_a_request_that_both_refuse_is_the_clients_error():
 
 
 @pytest.mark.parametrize(
-    "named", [{"code": "context_length_exceeded"}, {"code": 400, "param": "input_tokens"}]
+    "named",
+    [
+        {"code": "context_length_exceeded"},
+        {"code": 400, "param": "input_tokens"},
+        {"code": 400, "param": "input_text"},
+    ],
 )
 @pytest.mark.parametrize("body", [PROMPT, STREAM])
 def test_what_does_not_fit_one_worker_goes_to_one_with_more_room(body, named):

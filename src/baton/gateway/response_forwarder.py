@@ -130,8 +130,8 @@ class EarlyFirstToken:
 STALE_TICKET: Final = "stale_ticket"
 EVENT_STREAM: Final = b"text/event-stream"
 CONTEXT_CODE: Final = "context_length_exceeded"
-VLLM_CONTEXT_PARAM: Final = "input_tokens"
-"""vLLM's codes are HTTP's: by this it names which limit a request exceeds."""
+VLLM_CONTEXT_PARAMS: Final = frozenset({"input_tokens", "input_text"})
+"""vLLM's codes are HTTP's: by these it names which limit a request exceeds."""
 TAIL_BYTES: Final = 32
 REFUSALS: Final = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 """Of who asks: that is the gateway, never its client."""
@@ -338,7 +338,7 @@ class ResponseForwarder:
     def _is_too_small(self, body: bytes) -> bool:
         """Whether an error is that the request does not fit, where another worker has more room."""
         error, decode = read_error(body), self._decode
-        if error.code != CONTEXT_CODE and error.param != VLLM_CONTEXT_PARAM:
+        if error.code != CONTEXT_CODE and error.param not in VLLM_CONTEXT_PARAMS:
             return False
         served = self._services.workers.fleet.models.get(decode.model)
         others = () if served is None else served.decodes

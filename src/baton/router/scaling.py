@@ -129,7 +129,8 @@ class Resize:
 def find_size(demand: Demand, rate: float, options: ScalingOptions) -> tuple[Size, float]:
     """The cheapest size that serves `rate` requests a second, and the share that is then good.
 
-    If none within bounds and price does: the cheapest for the highest rate that one of them serves.
+    If none within bounds and price does: the cheapest whose share is as large as any; where no
+    answer is good at this rate, the cheapest for the highest rate that one of them serves.
     Limits that no answer keeps, even alone, are as if fewer answers were wanted within them.
     """
     size, _ = _find_need(demand, rate, options)
@@ -143,8 +144,20 @@ def _find_need(demand: Demand, rate: float, options: ScalingOptions) -> tuple[Si
         options = replace(options, good_share=options.good_share * unloaded)
     if (size := _find_cheapest(demand, rate, options)) is not None:
         return size, rate
+    best = max((_share(demand, rate, each, options) for each in _list_largest(options)), default=0)
+    if best:  # some answers are good: as many as can be
+        fewer = replace(options, good_share=NEARLY * best)
+        if (size := _find_cheapest(demand, rate, fewer)) is not None:
+            return size, rate
     served = NEARLY * _find_highest_rate(demand, rate, options)
-    return _find_cheapest(demand, served, options) or options.clamp(Size()), served
+    size = _find_cheapest(demand, served, options) or options.clamp(Size())
+    # Late answers take as much of the role that is not short.
+    late = replace(options, limits=Limits(inf, inf), good_share=NEARLY)
+    flowing = _find_cheapest(demand, NEARLY * _find_highest_rate(demand, rate, late), late)
+    if flowing is not None:
+        most = Size(*map(max, size, flowing))
+        size = most if options.price(most) <= options.most_price else size
+    return size, served
 
 
 def _find_cheapest(demand: Demand, rate: float, options: ScalingOptions) -> Size | None:

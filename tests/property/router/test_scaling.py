@@ -457,3 +457,38 @@ def test_price_and_bounds_hold_whatever_comes(rates: list[float], most_price: fl
         size = follow(scaler, traffic, size, 20.0, rate)
         assert options.price(size) <= most_price
         assert options.clamp(size) == size
+
+
+MANY_PREFILL = Demand(
+    num_at_once=1.0,
+    prefill_s=0.6,
+    cold_prefill_s=0.6,
+    handoff_s=0.05,
+    cold_handoff_s=0.05,
+    num_answer_tokens=300,
+    step_s=(0.01, 0.0005),
+    most_at_once=64,
+)
+
+
+def up_to(most: int) -> ScalingOptions:
+    return ScalingOptions(
+        Limits(1.2, 0.05), RoleBounds(1, most), RoleBounds(1, most), RoleBounds(0, 0)
+    )
+
+
+@pytest.mark.parametrize("rate", [15.0, 30.0])
+def test_where_no_answer_can_be_in_time_decode_is_sized_for_what_prefill_computes(
+    rate: float,
+) -> None:
+    """Eight workers compute 13 prompts a second; one worker makes tokens for five answers."""
+    size, share = find_size(MANY_PREFILL, rate, up_to(8))
+    assert (size, share) == (Size(8, 3), 0.0)
+
+
+def test_where_some_answers_can_be_in_time_as_many_as_possible_are() -> None:
+    slow = replace(MANY_PREFILL, prefill_s=0.75, cold_prefill_s=0.75)
+    size, share = find_size(slow, 10.0, up_to(32))
+    assert size.prefill == 32
+    assert 3 <= size.decode < 6
+    assert 0.75 < share < 0.95
