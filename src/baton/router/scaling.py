@@ -45,7 +45,8 @@ LESS: Final = 0.98
 MOST_FACTOR: Final = 4.0
 """The correction of the rate: while too few are good, while enough are, and at most."""
 NEARLY: Final = 0.99
-"""Of the highest rate: its last hundredth takes many workers of the role that is not short."""
+"""Of the largest share, or rate: its last hundredth takes many workers of the role that is not
+short."""
 NUM_HALVINGS: Final = 30
 
 log = logging.getLogger(__name__)
