@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUM_AT_ONCE = 4
 NUM_BEFORE, NUM_ROUNDS = 250, 250
-MAX_BYTES_OF_EACH = 64
+MAX_BYTES_OF_EACH = 96
 """Less than an entry of a dictionary, and the name that it holds."""
 
 
