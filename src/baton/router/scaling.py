@@ -131,7 +131,8 @@ def find_size(demand: Demand, rate: float, options: ScalingOptions) -> tuple[Siz
     """The cheapest size that serves `rate` requests a second, and the share that is then good.
 
     If none within bounds and price does: the cheapest whose share is as large as any; where no
-    answer is good at this rate, the cheapest for the highest rate that one of them serves.
+    answer is good at this rate, the cheapest for the highest rate that one of them serves, with
+    enough of each role for what flows, or, where the price forbids both, for that alone.
     Limits that no answer keeps, even alone, are as if fewer answers were wanted within them.
     """
     size, _ = _find_need(demand, rate, options)
@@ -154,11 +155,12 @@ def _find_need(demand: Demand, rate: float, options: ScalingOptions) -> tuple[Si
     size = _find_cheapest(demand, served, options) or options.clamp(Size())
     # Late answers take as much of the role that is not short.
     late = replace(options, limits=Limits(inf, inf), good_share=NEARLY)
-    flowing = _find_cheapest(demand, NEARLY * _find_highest_rate(demand, rate, late), late)
-    if flowing is not None:
-        most = Size(*map(max, size, flowing))
-        size = most if options.price(most) <= options.most_price else size
-    return size, served
+    flows = NEARLY * _find_highest_rate(demand, rate, late)
+    if (flowing := _find_cheapest(demand, flows, late)) is None:
+        return size, served
+    most = Size(*map(max, size, flowing))
+    # Else a backlog would grow for as long as it starves the other role.
+    return (most, served) if options.price(most) <= options.most_price else (flowing, flows)
 
 
 def _find_cheapest(demand: Demand, rate: float, options: ScalingOptions) -> Size | None:

@@ -11,9 +11,7 @@ import numpy as np
 
 from baton.engines.interface import EngineInfo, SamplingDefaults, SamplingParams
 from baton.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError
-from baton.protocol.request_fields import (
-    ChatFields,
-)
+from baton.protocol.request_fields import ChatFields
 from baton.tokenizer.chat_template import ChatTemplate, TemplateMessage, template_variables
 from baton.tokenizer.long_texts import is_too_long
 
