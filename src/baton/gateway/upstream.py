@@ -70,7 +70,7 @@ class Upstream:
         self._pools: dict[URL, ConnectionPool] = {}
         self._post_routes: dict[URL, PostRoute] = {}
         self._multiplexes: dict[ConnectionPool, WorkerMultiplexes] = {}
-        self._abort_slots: dict[URL, asyncio.Semaphore] = {}
+        self._aborts_of: dict[URL, asyncio.Semaphore] = {}
 
     def close(self) -> None:
         """Close every connection."""
@@ -141,9 +141,9 @@ class Upstream:
             UpstreamError: it could not be notified.
         """
         origin, url = base_url.origin(), base_url.with_path(abort_path(ticket))
-        slots = self._abort_slots.setdefault(origin, asyncio.Semaphore(MOST_ABORTS))
+        turns = self._aborts_of.setdefault(origin, asyncio.Semaphore(MOST_ABORTS))
         body = msgspec.json.encode({"reason": reason})
-        async with _answered_within(self._connect_timeout_s, url), slots:
+        async with _answered_within(self._connect_timeout_s, url), turns:
             status, reply = await _read_whole(await self.post(url, body), MAX_SMALL_ANSWER_BYTES)
         if status != HTTPStatus.NO_CONTENT:
             raise UpstreamError(f"{origin} answered {status} ({read_error(reply)})")
@@ -159,7 +159,7 @@ class Upstream:
             self._pools = {at: pool for at, pool in self._pools.items() if at not in dropped}
             self._multiplexes = {p: self._multiplexes[p] for p in self._pools.values()}
             for origin in dropped:
-                self._abort_slots.pop(origin, None)
+                self._aborts_of.pop(origin, None)
             self._post_routes = {
                 url: route
                 for url, route in self._post_routes.items()
